@@ -40,6 +40,7 @@ from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_
 from util.run.flags import (
     Plan,
     add_data_flags,
+    add_invalid_flags,
     add_optimisation_flags,
     add_pixel_flags,
     add_run_flags,
@@ -90,6 +91,7 @@ def get_args_parser() -> Parser:
     data = parser.add_argument_group("data")
     add_data_flags(data)
     add_pixel_flags(data)
+    add_invalid_flags(data)
     add_augmentation_flags(parser.add_argument_group("augmentation"))
 
     evaluation = parser.add_argument_group("evaluation").add_argument

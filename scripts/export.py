@@ -66,6 +66,7 @@ from scripts.parts.transformers_models import (
 )
 from util.atomic import filled_folder, replaced_file
 from util.code_version import code_version
+from util.data.invalid_pixels import InvalidPixels
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import describe_pixels, known_statistics
 from util.run import checkpoint
@@ -350,7 +351,11 @@ def known_facts(model: nn.Module, info: CheckpointInfo) -> dict[str, Any]:
     }
     if is_classifier(model):
         facts["classes"] = info.classes
-    return {name: value for name, value in facts.items() if value}
+    facts = {name: value for name, value in facts.items() if value}
+    for name in checkpoint.INVALID_SETTINGS:
+        if name in pixels:  # 0 is a value, too
+            facts[name] = pixels[name]
+    return facts
 
 
 def describe(model: nn.Module, state: Tensors, facts: Mapping[str, Any]) -> str:
@@ -358,10 +363,13 @@ def describe(model: nn.Module, state: Tensors, facts: Mapping[str, Any]) -> str:
     million = sum(value.numel() for value in state.values()) / 1e6
     height, width = model.img_size
     channels = count_of(model.in_chans, "channel")
-    return (
+    text = (
         f"{million:.1f} M parameters; images of {channels} and {height} x {width} pixels, "
         f"{describe_pixels(facts.get('pixels'))}, normalised with mean {facts['mean']} and std {facts['std']}"
     )
+    if InvalidPixels.from_settings(facts).is_declared:
+        text += "; invalid pixels, and bands that an image lacks, are 0 after that"
+    return text
 
 
 def write_weights(path: Path, state: Tensors, facts: Mapping[str, Any], metadata: Mapping[str, str]) -> None:

@@ -42,7 +42,8 @@ from util.cores import available_cores
 from util.data.decode import PILLOW_ERRORS
 from util.data.folders import PACKING, MissingSplit, SplitFiles, find_files
 from util.data.images import EncodedImages, FolderImages, ImageError, unreadable
-from util.data.pixel_format import RGB8, read_format
+from util.data.invalid_pixels import InvalidPixels
+from util.data.pixel_format import RGB8
 from util.data.tars import (
     INDEX,
     MANIFEST,
@@ -58,6 +59,7 @@ from util.data.tars import (
 from util.data.workers import ignore_in_worker
 from util.run.checkpoint import sha256
 from util.run.cli import Parser, run_program, user_errors
+from util.run.flags import add_invalid_flags
 from util.text import count_of
 
 _worker: dict[str, FolderImages] = {}  # a worker's images: sent once to each worker, not with every shard
@@ -96,6 +98,12 @@ def packing_command(args: argparse.Namespace) -> str:
         words += ["--quality", str(args.quality)]
     if args.in_chans != 3:
         words += ["--in_chans", str(args.in_chans)]
+    if args.nodata is not None:
+        words.append(f"--nodata={args.nodata}")
+    if args.mask_band is not None:
+        words += ["--mask_band", str(args.mask_band)]
+    for channels in args.bands or ():
+        words += ["--bands", *map(str, channels)]
     return shlex.join(words)
 
 
@@ -174,7 +182,7 @@ def encoded(images: FolderImages, i: int, quality: int | None) -> bytes:
     if quality is None:
         data = images.read(i)
         try:
-            read_format(io.BytesIO(data), images.in_chans)
+            images.format_of(io.BytesIO(data))
         except PILLOW_ERRORS as error:
             raise ImageError(unreadable(images.path(i), error)) from error
         return data
@@ -293,7 +301,9 @@ def open_source(files: SplitFiles, folder: Path, args: argparse.Namespace) -> Fo
     if files.tars:
         raise ValueError(f"SOURCE {str(files.root)!r} holds tars, which need no packing: train on it as it is")
     with source_errors():
-        images = FolderImages(files.root, notes=files.notes, in_chans=args.in_chans)
+        invalid = InvalidPixels.from_settings(vars(args))
+        invalid.check(args.in_chans)
+        images = FolderImages(files.root, notes=files.notes, in_chans=args.in_chans, invalid=invalid)
     if folder.resolve().is_relative_to(files.root.resolve()):
         problem = f"shards in {str(folder)!r} would lie among the images of {str(files.root)!r}"
         raise ValueError(f"{problem}: choose another DESTINATION")
@@ -338,6 +348,7 @@ def get_args_parser() -> Parser:
         "--quality", type=int, at_least=1, help="encode again as JPEG of this quality (default: keep the files' bytes)"
     )
     parser.add_argument("--in_chans", type=int, default=3, at_least=1, help="channels of the images")
+    add_invalid_flags(parser.add_argument_group("invalid pixels, as in training"))
     parser.add_argument("--workers", type=int, default=available_cores(), at_least=1, help="processes")
     parser.add_argument(
         "--verify",

@@ -1,6 +1,7 @@
 """Invalid pixels in pre-training: they have no part in targets, losses and gradients, and are thrown first."""
 
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ OTHER_CLASSES = [name for name in CLASSES if name not in PIXEL_CLASSES]
 SIDE = 32
 
 pretrain = runs.pretrain
+finetune = runs.finetune.also("--batch_size 4")
 
 
 @pytest.fixture(scope="module")
@@ -387,6 +389,16 @@ def test_the_frameworks_with_other_targets_are_known(name):
 )
 def test_values_that_cannot_be_are_refused(flags, message, photos, tmp_path, capsys):
     assert message in pretrain.refused(capsys, photos, tmp_path / "run", *flags)
+
+
+def test_policies_of_rgb_are_not_applied_to_invalid_pixels(scans, tmp_path, capsys):
+    shutil.copytree(scans / "alpha" / "train", tmp_path / "data" / "train")
+    shutil.copytree(scans / "alpha" / "train", tmp_path / "data" / "val")
+    finetune(tmp_path / "data", tmp_path / "run", *ALPHA, "--max_steps", 1)
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "is not applied, because the images have 3 channels of uint8, some pixels invalid" in log
+    said = finetune.refused(capsys, tmp_path / "data", tmp_path / "other", *ALPHA, "--aa", "rand-m9")
+    assert "--aa rand-m9 is for RGB images of 8 bits" in said
 
 
 # ------------------------------------------------------------------------------------------------------------- pictures

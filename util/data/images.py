@@ -194,13 +194,17 @@ class EncodedImages(Images):
     def read_format(self, i: int) -> PixelFormat:
         """Returns the format of image i. ImageError if it cannot be read, FormatError if such files are never read."""
         try:
-            if self.invalid.is_declared:
-                return self.invalid.read_format(self.source(i), self.in_chans)
-            return read_format(self.source(i), self.in_chans)
+            return self.format_of(self.source(i))
         except (FormatError, ImageError):
             raise
         except PILLOW_ERRORS as error:
             raise ImageError(unreadable(self.path(i), error)) from error
+
+    def format_of(self, source: str | io.BytesIO) -> PixelFormat:
+        """Reads the format of an image in a file, or in the bytes of one; one of `PILLOW_ERRORS` if that fails."""
+        if self.invalid.is_declared:
+            return self.invalid.read_format(source, self.in_chans)
+        return read_format(source, self.in_chans)
 
     def _refuse_bad(self, problems: Sequence[str], num_checked: int, max_bad_fraction: float) -> None:
         """ImageError if too many of the checked images have problems. It notes those that will be replaced."""

@@ -19,6 +19,7 @@ from torch import nn
 from util import collectives
 from util.data.datasets import AddressedDataset
 from util.data.images import Images
+from util.data.invalid_pixels import InvalidPixels
 from util.data.open import data_settings
 from util.data.statistics import Statistics, choose_statistics
 from util.run import checkpoint
@@ -175,6 +176,7 @@ class Run:
             resumed = {"in_chans": self.resumed.settings["in_chans"], **self.resumed.pixel_settings}
         elif self.encoder is not None:
             encoder = checkpoint.read_info(self.encoder.path).pixel_settings
+            self.note(*note_on_invalid(encoder, vars(self.args)))
         statistics, notes = choose_statistics((self.args.mean, self.args.std), images, resumed, encoder)
         self.note(*notes)
         self.watchdog.begin_phase("model")
@@ -285,6 +287,19 @@ def find_first_weights(
     if resumed is None:
         return given, []
     return choose_encoder(resumed, given, start, flag)
+
+
+def note_on_invalid(encoder: Mapping[str, Any], args: Mapping[str, Any]) -> list[str]:
+    """Returns a note if an encoder has learnt from images with invalid pixels, and nothing marks them in this run.
+
+    encoder: its `pixel_settings`.
+    """
+    if InvalidPixels.from_settings(args).is_declared:
+        return []
+    marks = [f"--{name} {encoder[name]}" for name in checkpoint.INVALID_SETTINGS if name in encoder]
+    if not marks:
+        return []
+    return [f"note: the encoder was trained with {' and '.join(marks)}; in this run all pixels are valid"]
 
 
 def describe_data(images: Any) -> DataInfo:

@@ -1,0 +1,137 @@
+"""Images that lack bands, with invalid pixels, in whole runs: pre-training, fine-tuning, probes, export and packing."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from downstream.probe import main_probe
+from downstream.probe.models import open_encoder
+from encoders.classifiers import load_classifier
+from scripts import pack_dataset
+from scripts.export import export
+from tests import runs
+from tests.runs import evaluate, reports, state
+from tests.util.data.test_invalid_pixels import clouds
+from tests.util.data.test_pixel_format import pixels, save_arrays, write_tiff
+from util.data.datasets import AddressedDataset
+from util.data.invalid_pixels import InvalidPixels
+from util.data.open import open_images
+from util.data.pixel_format import PixelFormat
+from util.data.statistics import measure_statistics, normalizer
+from util.data.transforms import ResizeCenterCrop
+
+pretrain = runs.pretrain
+BANDS = (0, 1, 2, 3, 4, 5, 6, 8, 11, 12)
+THIRTEEN = ["--in_chans", 13, "--nodata", 0, "--bands", *BANDS]
+finetune = runs.finetune.also("--batch_size 4")
+SIDE = 32
+
+
+@pytest.fixture(scope="module")
+def satellite(tmp_path_factory):
+    """Images of 13 bands, half of them with 10, all with clouds of value 0."""
+    root = tmp_path_factory.mktemp("satellite")
+    seed = 0
+    for split, count in (("train", 8), ("val", 4)):
+        for name in ("crop", "forest"):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                seed += 1
+                array = pixels(13, "uint16", size=(40, 44), seed=seed).clip(1)
+                array[clouds(size=(40, 44), seed=seed)[:, :, 0]] = 0
+                if i % 2:
+                    array = array[:, :, list(BANDS)]
+                write_tiff(folder / f"{i}.tif", np.ascontiguousarray(array))
+    return root
+
+
+@pytest.fixture(scope="module")
+def encoder(satellite, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("encoder")
+    pretrain(satellite, folder, *THIRTEEN, "--knn_every", 1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def classifier(satellite, encoder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("classifier")
+    finetune(satellite, folder, *THIRTEEN, "--finetune", encoder, "--mixup", 0.8)
+    return folder
+
+
+def test_thirteen_bands_of_which_some_files_have_ten_in_pre_training(satellite, encoder):
+    images = open_images("folder", satellite, in_chans=13, invalid=InvalidPixels(0.0, bands=(BANDS,)))
+    mean, std = measure_statistics(images).statistics
+    settings = state(encoder)["meta"]["settings"]
+    assert (settings["mean"], settings["std"]) == (mean, std)
+    assert (settings["nodata"], settings["mask_band"], settings["bands"]) == (0.0, None, [list(BANDS)])
+    whole = np.stack([images.load(i)[0][:, :, 12] for i in range(len(images))])
+    assert mean[12] == pytest.approx(np.nanmean(whole.astype(np.float64)) / 65535, rel=1e-9)
+    found = [report for report in reports(encoder) if report.get("rankme") is not None]
+    assert len(found) == 3 and all("knn_top1" in report for report in found)
+
+
+def test_a_classifier_of_thirteen_bands_is_evaluated_and_exported(satellite, encoder, classifier, tmp_path):
+    log = (classifier / "log.txt").read_text()
+    assert "pixel mean and deviation are those of the encoder" in log and "was trained with" not in log
+    results = json.loads((classifier / "results.json").read_text())
+    expected = evaluate(satellite, classifier)["loss"]
+    assert math.isfinite(expected) and expected == pytest.approx(results["last"]["val_loss"], rel=1e-5)
+    export(classifier, tmp_path / "folder")
+    export(encoder, tmp_path / "e.safetensors")
+    assert "invalid pixels, and bands that an image lacks, are 0" in (tmp_path / "folder" / "README.md").read_text()
+    assert evaluate(satellite, tmp_path / "folder")["loss"] == pytest.approx(expected, rel=1e-6)
+    assert evaluate(satellite, tmp_path / "folder", *THIRTEEN[2:])["loss"] == pytest.approx(expected, rel=1e-6)
+    assert open_encoder(tmp_path / "e.safetensors").pixel_settings == open_encoder(encoder).pixel_settings
+
+
+def test_a_probe_reads_the_marks_of_the_run(satellite, encoder, tmp_path):
+    flags = ["--probes", "knn", "linear", "--steps", 2, "--total_batch_size", 4, "--num_workers", 0, "--device", "cpu"]
+    words = [encoder, *flags, "--data_path", satellite, "--output_dir", tmp_path]
+    main_probe.main([str(word) for word in words])
+    content = json.loads((tmp_path / "probe.json").read_text())
+    assert content["settings"]["nodata"] == 0.0 and content["settings"]["bands"] == [list(BANDS)]
+    nearest = max(row.get("k", 0) for row in content["results"])
+    top1 = {(row.get("scaling"), row["feature"]): row["top1"] for row in content["results"] if row.get("k") == nearest}
+    last = [report for report in reports(encoder) if report.get("rankme") is not None][-1]
+    assert last["knn_top1"] == top1["z", "mean"]
+
+
+def test_a_classifier_sees_the_mean_at_invalid_pixels(satellite, classifier):
+    """Its logits are those of images whose invalid pixels and missing bands hold the mean of the band."""
+    loaded = load_classifier(classifier)
+    images = open_images("folder", satellite, "val", in_chans=13, invalid=InvalidPixels.from_settings(loaded.settings))
+    dataset = AddressedDataset(images, ResizeCenterCrop(SIDE))
+    batch = torch.stack([dataset[0, i][0] for i in range(4)])
+    normalize = normalizer(loaded.settings, images.pixel_format)
+    filled = batch.clone()
+    for c in range(13):
+        filled[:, c][batch[:, c].isnan()] = loaded.settings["mean"][c] * 65535
+    expected = normalizer(loaded.settings, PixelFormat(13, "uint16"))(filled)
+    assert batch.isnan().float().mean() > 0.3
+    torch.testing.assert_close(normalize(batch), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(loaded.model(normalize(batch)), loaded.model(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_whose_encoder_knew_invalid_pixels_says_so(satellite, encoder, tmp_path):
+    whole = tmp_path / "whole"
+    for name in ("a", "b"):
+        for split in ("train", "val"):
+            save_arrays(whole / split / name, *[pixels(13, "uint16", seed=i) for i in range(4)])
+    finetune(whole, tmp_path / "run", "--in_chans", 13, "--finetune", encoder, "--max_steps", 1)
+    said = "note: the encoder was trained with --nodata 0.0 and --bands [[0, 1,"
+    assert said in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_packed_shards_hold_the_same_images(satellite, tmp_path):
+    pack_dataset.main([str(word) for word in [satellite, tmp_path / "tars", *THIRTEEN]])
+    declared = InvalidPixels(0.0, bands=(BANDS,))
+    folder = open_images("folder", satellite, in_chans=13, invalid=declared)
+    tars = open_images("folder", tmp_path / "tars", in_chans=13, invalid=declared)
+    assert folder.fingerprint() == tars.fingerprint()
+    for i in range(len(folder)):
+        np.testing.assert_array_equal(folder.load(i)[0], tars.load(i)[0])
