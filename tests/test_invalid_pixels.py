@@ -328,6 +328,22 @@ def test_a_resumed_run_equals_an_undisturbed_one(scans, tmp_path, undisturbed_ru
     assert len(losses) > 3 and all(math.isfinite(loss) for loss in losses)
 
 
+def test_the_loss_of_a_run_is_that_of_its_model_on_images_with_nan(scans, tmp_path):
+    """One step on all images, with a learning rate of 0."""
+    freeze = ["--lr", 0, "--min_lr", 0, "--weight_decay", 0, "--max_steps", 1, "--batch_size", 24]
+    pretrain(scans / "alpha", tmp_path / "run", *ALPHA, *freeze)
+    model, settings = registry.load_run(tmp_path / "run")
+    images = open_images("folder", scans / "alpha", invalid=InvalidPixels.from_settings(settings))
+    dataset = AddressedDataset(images, RandomResizedCropFlip(SIDE, settings["seed"]))
+    batch, _, ids_shuffle = model.collator("furthest", settings["seed"])([dataset[0, i] for i in range(24)])
+    normalized = normalizer(settings, images.pixel_format)(batch, fill=False)
+    expected = model(normalized, ids_shuffle)["pixel"].item()
+    filled = model(normalized.nan_to_num(0), ids_shuffle)["pixel"].item()
+    losses = [report["loss"] for report in reports(tmp_path / "run") if "loss" in report]
+    assert losses == [pytest.approx(expected, rel=1e-5)]
+    assert expected < 0.95 * filled
+
+
 def test_a_resumed_run_refuses_other_marks(scans, tmp_path, capsys):
     pretrain(scans / "nan", tmp_path / "run", *NAN, "--max_steps", 1)
     said = pretrain.refused(capsys, scans / "nan", tmp_path / "run", "--nodata", 0)
