@@ -180,9 +180,9 @@ class Replay:
         batch = self.collator([self.dataset[address] for address in addresses])
         number = micro * self.world_size + rank  # by which the draws of the run are seeded
         imgs, _, *orders = loop.next_batch(iter([batch]), number)
-        normalized = loop.normalize(imgs)
+        normalized = loop.normalize(imgs, fill=False)
         with Finder(self.model, len(addresses)) as finder:
-            finder.look("the normalised images", normalized)
+            finder.look("the normalised images", loop.normalize(imgs))
             with loop.autocast():
                 losses = self.model(normalized, *orders)
             loop.scaled_loss(losses, micro).backward()

@@ -31,10 +31,16 @@ def losses_in(out):
     return [float(loss) for loss in re.findall(r"^  loss \w+ (\S+)$", out, re.MULTILINE)]
 
 
-GROWING = ("--grow_size", "16:0.75", "32", "--epochs", 4, "--max_steps", 4)
+VARIANTS = {
+    "plain": (),
+    "bf16": ("--precision", "bf16"),
+    "accumulated": ("--batch_size", 4, "--accum_iter", 2),
+    "growing": ("--grow_size", "16:0.75", "32", "--epochs", 4, "--max_steps", 4),
+    "invalid pixels": ("--nodata", 0),
+}
 
 
-@pytest.mark.parametrize("flags", [(), ("--precision", "bf16"), ("--batch_size", 4, "--accum_iter", 2), GROWING])
+@pytest.mark.parametrize("flags", VARIANTS.values(), ids=VARIANTS)
 def test_a_finite_step_has_the_loss_bits_of_the_run(photos, tmp_path, capsys, flags):
     """Of the step after the checkpoint of step 3, with drop path, whose draws are seeded."""
     pretrain(photos, tmp_path, *QUIET, "--drop_path", 0.5, *flags)

@@ -160,7 +160,7 @@ class Training:
         if plan.device == "cuda" and torch.cuda.device_count() > 1 and self.process.world_size == 1:
             self.note(f"note: 1 of {torch.cuda.device_count()} GPUs is used; torchrun --nproc_per_node uses more")
         if self.args.compile:
-            self.note("note: the first step compiles the model, which takes minutes; nothing is reported before")
+            self.note("note: the first step compiles the model; nothing is reported before")
 
     def train(
         self,
