@@ -383,11 +383,11 @@ def main(argv: Sequence[str] | None = None) -> bool:
         if args.sampling == "attention":
             phases = attention_phases.AttentionPhases(training, model, loader)
             between.append(phases)
-            source = phases
+            source = phases.batches
         elif args.grow_size:
             growing = growth.GrowingSize(training, model, loader, partial(make_augmentation, args))
             between.append(growing)
-            source = growing
+            source = growing.batches
         return training.train(train_one_epoch, source, between, lambda: summary_of_run(args, training))
 
 

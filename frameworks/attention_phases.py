@@ -10,7 +10,6 @@ import argparse
 import shutil
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from util.data.datasets import AddressedDataset, stack
 from util.data.loader import Loader
 from util.data.transforms import Squash
 from util.run.cli import FlagGroup
-from util.run.loader import Batches, TrainLoader
+from util.run.loader import PhasedBatches, TrainLoader
 from util.run.loop import TrainLoop
 from util.run.supervise import DATA, FORWARD
 from util.run.training import Training
@@ -159,7 +158,7 @@ def gather_on_rank0(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class AttentionPhases:
-    """The loader of a run that samples by attention, and, between two phases, what makes the maps of the next one.
+    """Opens the batches of each phase of a run that samples by attention, after it has made the phase's maps.
 
     When a run is resumed inside a phase, it uses the maps beside the checkpoint that it resumes from. If that is in
     another folder, they are copied into the output folder first. ValueError if they belong to another run. At the first
@@ -169,8 +168,7 @@ class AttentionPhases:
     training: Training
     model: Framework
     loader: TrainLoader  # whose data set gives the boxes of its crops
-    batches: Batches | None = field(init=False, default=None)  # of the open phase
-    open_until: int = field(init=False, default=0)  # the step after the last one of the open phase
+    batches: PhasedBatches = field(default_factory=PhasedBatches)
     resumed_maps: AttentionMaps | None = field(init=False, default=None)  # of the phase in which the run is resumed
 
     def __post_init__(self) -> None:
@@ -182,26 +180,10 @@ class AttentionPhases:
         if refresh is not None and loop.step > (refresh + 1) * loop.steps_per_epoch:
             self.resumed_maps = self.find_maps(refresh)
 
-    def open(self, steps: range) -> "AttentionPhases":
-        """Returns the batches: those of each phase begin when `perform` has opened it."""
-        return self
-
-    def __iter__(self) -> "AttentionPhases":
-        return self
-
-    def __next__(self) -> Any:
-        assert self.batches is not None
-        return next(self.batches)
-
-    def close(self) -> None:
-        """Ends the workers of the open phase."""
-        if self.batches is not None:
-            self.batches.close()
-
     def is_due(self) -> bool:
         """Whether the next step belongs to a phase that is not open."""
         loop = self.training.loop
-        return self.open_until <= loop.step < loop.last_step
+        return self.batches.open_until <= loop.step < loop.last_step
 
     def is_done(self) -> bool:
         """Never: each start opens its own batches."""
@@ -211,7 +193,7 @@ class AttentionPhases:
         """Opens the batches of the phase that begins now. If a signal comes while maps are made, nothing is opened."""
         args = self.training.args
         loop = self.training.loop
-        self.close()
+        self.batches.close()
         refresh = self.refresh_before(loop.step)
         maps = self.resumed_maps
         self.resumed_maps = None
@@ -226,9 +208,8 @@ class AttentionPhases:
 
         epoch = loop.step // loop.steps_per_epoch
         last_epoch = self.last_epoch_of_phase(epoch)
-        self.open_until = (last_epoch + 1) * loop.steps_per_epoch
-        steps = range(loop.step, min(self.open_until, loop.last_step))
-        self.batches = replace(self.loader, collate=collator).open(steps)
+        end = (last_epoch + 1) * loop.steps_per_epoch
+        self.batches.begin(replace(self.loader, collate=collator), loop.step, end, loop.last_step)
         loop.num_reports = 0  # the next report includes the start of the workers, as a run's first one does
 
         epochs = f"epoch {epoch}"

@@ -14,7 +14,7 @@ from typing import Any
 from framework import Framework
 from models_mae_pr import MaskedAutoencoderViT
 from util.run.cli import FlagGroup
-from util.run.loader import Batches, TrainLoader
+from util.run.loader import PhasedBatches, TrainLoader
 from util.run.training import Training
 
 
@@ -82,7 +82,7 @@ def check_growth(args: argparse.Namespace, model: Framework) -> None:
 
 @dataclass
 class GrowingSize:
-    """The batches of a run whose images grow, and, between two stages, what opens those of the next one.
+    """Opens the batches of each stage of a run whose images grow, at its size.
 
     loader: of images of the model's own size. augmentation_for: returns the augmentation for an image size.
     """
@@ -91,29 +91,12 @@ class GrowingSize:
     model: MaskedAutoencoderViT
     loader: TrainLoader
     augmentation_for: Callable[[tuple[int, int]], Any]
-    batches: Batches | None = field(init=False, default=None)  # of the open stage
-    open_until: int = field(init=False, default=0)  # the step after the last one of the open stage
-
-    def open(self, steps: range) -> "GrowingSize":
-        """Returns the batches: those of each stage begin when `perform` has opened it."""
-        return self
-
-    def __iter__(self) -> "GrowingSize":
-        return self
-
-    def __next__(self) -> Any:
-        assert self.batches is not None
-        return next(self.batches)
-
-    def close(self) -> None:
-        """Ends the workers of the open stage."""
-        if self.batches is not None:
-            self.batches.close()
+    batches: PhasedBatches = field(default_factory=PhasedBatches)
 
     def is_due(self) -> bool:
         """Whether the next step belongs to a stage that is not open."""
         loop = self.training.loop
-        return self.open_until <= loop.step < loop.last_step
+        return self.batches.open_until <= loop.step < loop.last_step
 
     def is_done(self) -> bool:
         """Never: each start opens its own batches."""
@@ -123,7 +106,7 @@ class GrowingSize:
         """Gives model and batches the size of the stage that begins now, or in which the run is resumed."""
         args = self.training.args
         loop = self.training.loop
-        self.close()
+        self.batches.close()
         epoch = loop.step // loop.steps_per_epoch
         stage = stage_of(args.grow_size, args.epochs, epoch)
         size = (stage.side, stage.side)
@@ -134,7 +117,6 @@ class GrowingSize:
             collate=self.model.collator(args.sampling, args.seed),
             img_size=size,
         )
-        self.open_until = stage.end * loop.steps_per_epoch
-        self.batches = loader.open(range(loop.step, min(self.open_until, loop.last_step)))
+        self.batches.begin(loader, loop.step, stage.end * loop.steps_per_epoch, loop.last_step)
         loop.num_reports = 0  # the next report includes the start of the workers, as a run's first one does
         loop.log.info(f"epochs {epoch} to {stage.end - 1}: images of {stage.side} px, {self.model.counts}")

@@ -28,6 +28,38 @@ class BatchSource(Protocol):
         ...
 
 
+class PhasedBatches:
+    """The batches of a run whose loader changes between two steps. It is the run's `BatchSource`, and its `Batches`.
+
+    Workers prepare batches ahead, so each phase opens a loader of its own: see `begin`.
+    """
+
+    def __init__(self) -> None:
+        self.batches: Batches | None = None  # of the open phase
+        self.open_until = 0  # the step after the last one of the open phase
+
+    def open(self, steps: range) -> "PhasedBatches":
+        """Returns itself: the batches of each phase follow from `begin`."""
+        return self
+
+    def __iter__(self) -> "PhasedBatches":
+        return self
+
+    def __next__(self) -> Any:
+        assert self.batches is not None
+        return next(self.batches)
+
+    def close(self) -> None:
+        """Ends the workers of the open phase."""
+        if self.batches is not None:
+            self.batches.close()
+
+    def begin(self, loader: BatchSource, step: int, end: int, last_step: int) -> None:
+        """Opens the phase of the steps from `step` to `end`, of which this start makes those before `last_step`."""
+        self.open_until = end
+        self.batches = loader.open(range(step, min(end, last_step)))
+
+
 @dataclass(frozen=True)
 class TrainLoader:
     """The batches of `dataset`, shuffled and split over processes and micro-batches.
