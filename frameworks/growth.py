@@ -93,6 +93,18 @@ class GrowingSize:
     augmentation_for: Callable[[tuple[int, int]], Any]
     batches: PhasedBatches = field(default_factory=PhasedBatches)
 
+    def __post_init__(self) -> None:
+        """Gives the model the size of the last step that was made: an evaluation after it may still be due."""
+        loop = self.training.loop
+        self.set_size(max(0, loop.step - 1) // loop.steps_per_epoch)
+
+    def set_size(self, epoch: int) -> Stage:
+        """Gives the model the image size of an epoch. Returns its stage."""
+        args = self.training.args
+        stage = stage_of(args.grow_size, args.epochs, epoch)
+        self.model.set_image_size((stage.side, stage.side))
+        return stage
+
     def is_due(self) -> bool:
         """Whether the next step belongs to a stage that is not open."""
         loop = self.training.loop
@@ -108,9 +120,8 @@ class GrowingSize:
         loop = self.training.loop
         self.batches.close()
         epoch = loop.step // loop.steps_per_epoch
-        stage = stage_of(args.grow_size, args.epochs, epoch)
-        size = (stage.side, stage.side)
-        self.model.set_image_size(size)
+        stage = self.set_size(epoch)
+        size = self.model.img_size
         loader = replace(
             self.loader,
             dataset=self.loader.dataset.seen_by(self.augmentation_for(size)),

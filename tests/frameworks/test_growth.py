@@ -1,5 +1,7 @@
 """Images that grow over training."""
 
+from argparse import Namespace
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -104,6 +106,16 @@ def test_a_run_sees_images_that_grow_and_resumes_in_any_stage_exactly(photos, tm
 def test_pictures_and_nearest_neighbours_are_made_in_every_stage(labelled, tmp_path):
     pretrain(labelled, tmp_path, *GROW, "--picture_every", 1, "--knn_every", 1)
     assert [report["step"] for report in reports(tmp_path) if "knn_top1" in report] == [0, 3, 6, 9]
+
+
+@pytest.mark.parametrize(("step", "side"), [(0, 16), (3, 16), (4, 24), (6, 24), (7, 32), (9, 32)])
+def test_an_evaluation_that_is_still_due_sees_the_size_of_the_step_before_it(step, side):
+    """A start begins with what an earlier one has not done after its last step."""
+    args = Namespace(grow_size=["16:0.34", "24:0.67", "32"], epochs=3)
+    model = MaskedAutoencoderViT(**SMALL)
+    training = Namespace(args=args, loop=Namespace(step=step, steps_per_epoch=3))
+    growth.GrowingSize(training, model, loader=None, augmentation_for=None)
+    assert model.img_size == (side, side)
 
 
 def test_a_size_is_compiled_once():
