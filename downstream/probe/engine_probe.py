@@ -175,7 +175,7 @@ class Probing:
     def knn(self) -> list[Row]:
         """Returns the accuracies of all blocks, features, scalings and numbers of neighbours."""
         ks = sorted({min(k, len(self.images)) for k in NEIGHBOURS})
-        protocol = KnnProtocol(len(self.images.classes), tuple(ks))
+        protocol = KnnProtocol(len(self.images.classes), tuple(ks), temperature=self.args.knn_temperature)
         bank = self.extract(self.images)
         queries = self.extract(self.val_images)
         rows = []

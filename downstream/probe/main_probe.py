@@ -24,6 +24,7 @@ from util import collectives
 from util.data.images import Images, check_splits
 from util.data.open import open_everywhere
 from util.data.statistics import complete_settings, normalizer
+from util.evaluate.knn import TEMPERATURE
 from util.evaluate.results import EvaluatedModel, ResultsFile
 from util.evaluate.session import evaluation_session
 from util.run import checkpoint, flags
@@ -49,6 +50,7 @@ def get_args_parser() -> Parser:
     protocol = parser.add_argument_group("protocol").add_argument
     protocol("--probes", nargs="+", default=PROBES, choices=PROBES, help="what is evaluated")
     protocol("--blocks", type=int, nargs="+", help="blocks whose outputs are evaluated, from 1 (default: the last)")
+    protocol("--knn_temperature", type=float, above=0, default=TEMPERATURE, help="kNN votes by exp(similarity / it)")
     protocol("--steps", type=int, default=12_500, at_least=1, help="optimizer steps of the heads")
     protocol("--total_batch_size", type=int, default=1024, at_least=1, help="images per step over all processes")
     protocol("--seed", type=int, default=0, at_least=0, help="seed of first weights, shuffling and augmentation")
@@ -133,6 +135,8 @@ def protocol_of(
     for name in checkpoint.INVALID_SETTINGS:
         if name in pixel_settings:
             protocol[name] = pixel_settings[name]
+    if "knn" in args.probes:
+        protocol["knn_temperature"] = args.knn_temperature
     if set(args.probes) - {"knn"}:
         for name in ("steps", "total_batch_size", "seed", "crop_scale"):
             protocol[name] = getattr(args, name)

@@ -1,7 +1,7 @@
 """Weighted k-nearest-neighbour classification of frozen features, which the processes share.
 
-The protocol is that of DINO (Caron et al., ICCV 2021): cosine similarity, votes exp(similarity / 0.07). The bank of
-training features stays split: each process finds the neighbours among its own share, and the results are merged by
+The protocol is that of DINO (Caron et al., ICCV 2021): cosine similarity, votes exp(similarity / temperature). The bank
+of training features stays split: each process finds the neighbours among its own share, and the results are merged by
 similarity and index of the image.
 """
 
@@ -17,13 +17,13 @@ from util.evaluate.features import Features
 from util.evaluate.loop import no_heartbeat
 from util.evaluate.moments import Moments
 
-TEMPERATURE = 0.07
+TEMPERATURE = 0.07  # DINO's
 MAX_SIMILARITIES = 2**26  # in memory at once
 
 
 @dataclass(frozen=True)
 class KnnProtocol:
-    """How queries are classified: ks are the numbers of neighbours.
+    """How queries are classified: ks are the numbers of neighbours, a vote is exp(similarity / temperature).
 
     leave_one_out: queries are images of the bank and are not their own neighbours.
     """
@@ -31,6 +31,7 @@ class KnnProtocol:
     num_classes: int
     ks: tuple[int, ...] = (20,)
     leave_one_out: bool = False
+    temperature: float = TEMPERATURE
 
 
 @torch.no_grad()
@@ -66,7 +67,7 @@ def knn_accuracy(
             k_max,
         )
         for k in protocol.ks:
-            votes = votes_of(similarities[:, :k], neighbour_labels[:, :k], protocol.num_classes)
+            votes = votes_of(similarities[:, :k], neighbour_labels[:, :k], protocol.num_classes, protocol.temperature)
             ranks = rank_of_label(votes, labels[chunk])
             hits[k] += torch.stack([(ranks < 1).sum(), (ranks < 5).sum()])
     scores = {}
@@ -130,12 +131,14 @@ def best_of(
     return similarities.gather(1, by_similarity), labels.gather(1, by_similarity)
 
 
-def votes_of(similarities: torch.Tensor, labels: torch.Tensor, num_classes: int) -> torch.Tensor:
+def votes_of(
+    similarities: torch.Tensor, labels: torch.Tensor, num_classes: int, temperature: float = TEMPERATURE
+) -> torch.Tensor:
     """Returns the votes [Q, num_classes] of neighbours with `similarities` and `labels` [Q, k], the best one first.
 
-    A vote is exp((s - s_1) / 0.07), which gives the same ranking as exp(s / 0.07) and does not overflow.
+    A vote is exp((s - s_1) / temperature), which gives the same ranking as exp(s / temperature) and does not overflow.
     """
-    weights = ((similarities - similarities[:, :1]) / TEMPERATURE).exp()
+    weights = ((similarities - similarities[:, :1]) / temperature).exp()
     return weights.new_zeros(len(weights), num_classes).scatter_add_(1, labels, weights)
 
 

@@ -78,8 +78,14 @@ def slow_split(model, folder):
     return features, labels
 
 
-def test_knn_of_all_blocks_features_and_neighbours_equals_a_loop(encoder, data, tmp_path):
-    rows = probe(encoder, data, tmp_path, "--probes", "knn", "--blocks", 2, 4)["results"]
+@pytest.mark.parametrize("temperature", [0.07, 2.0])
+def test_knn_of_all_blocks_features_and_neighbours_equals_a_loop(encoder, data, tmp_path, temperature):
+    flags = ["--blocks", 2, 4]
+    if temperature != 0.07:
+        flags += ["--knn_temperature", temperature]
+    content = probe(encoder, data, tmp_path, "--probes", "knn", *flags)
+    assert content["settings"]["knn_temperature"] == temperature
+    rows = content["results"]
     assert len(rows) == 2 * 2 * 2 * 3
     assert [row["k"] for row in rows[:3]] == [10, 20, 24]  # of 24 images
     assert len({row["top1"] for row in rows}) > 1
@@ -94,7 +100,8 @@ def test_knn_of_all_blocks_features_and_neighbours_equals_a_loop(encoder, data, 
             moments = mean_and_std(vectors)
         hits = []
         for features, label in zip(queries, query_labels, strict=True):
-            ranking = slow_ranking(vectors, bank_labels, features[name], 2, row["k"], moments)
+            query = features[name]
+            ranking = slow_ranking(vectors, bank_labels, query, 2, row["k"], moments, temperature=temperature)
             hits.append(ranking[0] == label)
         assert row["top1"] == pytest.approx(100 * np.mean(hits)), row
 

@@ -12,7 +12,7 @@ from util.evaluate.moments import Moments
 NUM_CLASSES = 6
 
 
-def slow_ranking(bank, labels, query, num_classes, k, moments=None, without=None):
+def slow_ranking(bank, labels, query, num_classes, k, moments=None, without=None, temperature=0.07):
     """The classes in the order of their votes, by loops over rows: of equal votes the lowest class comes first.
 
     moments: mean and deviation of the channels, for z-scores. without: a row of the bank that does not vote.
@@ -30,7 +30,7 @@ def slow_ranking(bank, labels, query, num_classes, k, moments=None, without=None
             neighbours.append((-similarity, number))
     votes = [0.0] * num_classes
     for minus_similarity, number in sorted(neighbours)[:k]:
-        votes[labels[number]] += math.exp(-minus_similarity / 0.07)
+        votes[labels[number]] += math.exp(-minus_similarity / temperature)
     return sorted(range(num_classes), key=lambda label: (-votes[label], label))
 
 
