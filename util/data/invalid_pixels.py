@@ -87,6 +87,13 @@ class InvalidPixels:
             return [count + 1 for count in counts]
         return counts
 
+    @property
+    def to_rgb(self) -> bool | None:
+        """Whether files become RGB, see `pixel_format.read_header`: never if their number of bands has a meaning."""
+        if self.bands or self.mask_band is not None:
+            return False
+        return None
+
     def read_format(self, source: str | os.PathLike[str] | BytesIO, in_chans: int) -> PixelFormat:
         """Reads the format of a file's image. The errors are those of `pixel_format.read_format`."""
         return PixelFormat(in_chans, self._read_file_format(source, in_chans).dtype, has_invalid=True)
@@ -100,7 +107,7 @@ class InvalidPixels:
         problem = ""
         for count in counts:
             try:
-                file_format = read_format(source, count)
+                file_format = read_format(source, count, self.to_rgb)
             except FormatError as error:
                 problem = problem or str(error)
                 continue
@@ -118,7 +125,7 @@ class InvalidPixels:
         file_format = self._read_file_format(BytesIO(data), expected.channels)
         if file_format.dtype != expected.dtype:
             raise ValueError(f"it has {file_format}, other images have {expected}")
-        array = read_pixels(data, file_format, reference, may_hold_nan=True)
+        array = read_pixels(data, file_format, reference, may_hold_nan=True, to_rgb=self.to_rgb)
         return self.mark(array, expected.channels)
 
     def mark(self, array: np.ndarray, in_chans: int) -> np.ndarray:

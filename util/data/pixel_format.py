@@ -83,31 +83,35 @@ class FormatError(ValueError):
     """Files of this kind are never read. One of them is no damaged file, so it is not replaced by another image."""
 
 
-def read_format(source: str | os.PathLike[str] | io.BytesIO, in_chans: int = 3) -> PixelFormat:
+def read_format(
+    source: str | os.PathLike[str] | io.BytesIO, in_chans: int = 3, to_rgb: bool | None = None
+) -> PixelFormat:
     """Reads the format of an image from its header, see `read_header`."""
-    return read_header(source, in_chans)[0]
+    return read_header(source, in_chans, to_rgb)[0]
 
 
-def read_header(source: str | os.PathLike[str] | io.BytesIO, in_chans: int = 3) -> Header:
+def read_header(source: str | os.PathLike[str] | io.BytesIO, in_chans: int = 3, to_rgb: bool | None = None) -> Header:
     """Reads the format and the (height, width) of an image; one of `PILLOW_ERRORS` if they cannot be read.
 
-    source: a path, or the bytes of a file. in_chans: channels that are wanted. With 3, all that Pillow can open is RGB
-    of 8 bits. The result may have another number of channels.
+    source: a path, or the bytes of a file. in_chans: channels that are wanted. The result may have another number.
+    to_rgb: all that Pillow can open is RGB of 8 bits (default: with 3 channels).
     """
+    if to_rgb is None:
+        to_rgb = in_chans == 3
     with _opened(source) as file:
         start = file.read(len(NPY))
         file.seek(0)
         if start == NPY:
             return _npy_header(file, in_chans)
         is_tiff = start.startswith(TIFF)
-        if is_tiff and in_chans != 3:
+        if is_tiff and not to_rgb:
             return _tiff_header(file, in_chans)
     if is_tiff:
         with _opened(source) as file:
             _refuse_pages(file)
     try:
         with _opened(source) as file:
-            return _picture_header(file, in_chans)
+            return _picture_header(file, to_rgb)
     except UnidentifiedImageError as error:
         if not is_tiff:
             raise
@@ -124,11 +128,11 @@ def _opened(source: str | os.PathLike[str] | io.BytesIO) -> BinaryIO:
     return open(source, "rb")
 
 
-def _picture_header(file: BinaryIO, in_chans: int) -> Header:
+def _picture_header(file: BinaryIO, to_rgb: bool) -> Header:
     """Reads the header of an image by Pillow."""
     with open_image(file) as img:
         size = (img.height, img.width)
-        if in_chans == 3:
+        if to_rgb:
             return RGB8, size
         channels = Image.getmodebands(_mode(img))
         if has_16_bits(img):
@@ -136,17 +140,25 @@ def _picture_header(file: BinaryIO, in_chans: int) -> Header:
         return PixelFormat(channels, "uint8"), size
 
 
-def read_pixels(data: bytes, expected: PixelFormat, reference: bool = False, may_hold_nan: bool = False) -> np.ndarray:
+def read_pixels(
+    data: bytes,
+    expected: PixelFormat,
+    reference: bool = False,
+    may_hold_nan: bool = False,
+    to_rgb: bool | None = None,
+) -> np.ndarray:
     """Decodes a file to [H, W, C] in the `expected` format; one of `PILLOW_ERRORS` if that fails.
 
-    reference: see `decode`. may_hold_nan: the caller checks floats. ValueError if the file has another format, or if a
-    float is not finite.
+    reference: see `decode`. may_hold_nan: the caller checks floats. to_rgb: see `read_header`. ValueError if the file
+    has another format, or if a float is not finite.
     """
-    if expected == RGB8 and not data.startswith(NPY):
+    if to_rgb is None:
+        to_rgb = expected.channels == 3
+    if to_rgb and expected == RGB8 and not data.startswith(NPY):
         if data.startswith(TIFF):
             _refuse_pages(io.BytesIO(data))
         return decode(data, reference)
-    pixel_format = read_format(io.BytesIO(data), expected.channels)
+    pixel_format = read_format(io.BytesIO(data), expected.channels, to_rgb)
     if pixel_format != expected:
         raise ValueError(f"it has {pixel_format}, other images have {expected}")
     if data.startswith(NPY):

@@ -129,6 +129,44 @@ def test_bands_that_a_file_lacks_are_invalid(tmp_path, form):
             open_images("folder", tmp_path, in_chans=13)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+@pytest.mark.parametrize(
+    ("form", "bands"), [*[(form, (0, 1, 2)) for form in FORMS], ("npy", (2,)), ("contiguous", (2,))]
+)
+def test_files_of_three_bands_or_of_one_are_taken_as_they_are(tmp_path, form, bands, dtype):
+    """Elsewhere three bands become RGB of 8 bits, and so does a grey image if three are wanted."""
+    complete = pixels(4, dtype)
+    ending, write = FORMS[form]
+    write(tmp_path / f"0{ending}", complete)
+    write(tmp_path / f"1{ending}", np.ascontiguousarray(complete[:, :, bands]))
+    images = open_images("folder", tmp_path, in_chans=4, invalid=InvalidPixels(bands=((0, 1, 2), (2,))))
+    expected = np.full(complete.shape, np.nan, np.float32)
+    expected[:, :, bands] = complete[:, :, bands]
+    np.testing.assert_array_equal(images.load(0)[0], complete)
+    same(images.load(1)[0], expected)
+
+
+def test_a_grey_picture_is_one_band_of_three(tmp_path):
+    complete = pixels(3, "uint8")
+    Image.fromarray(complete).save(tmp_path / "0.png")
+    Image.fromarray(complete[:, :, 1]).save(tmp_path / "1.png")
+    images = open_images("folder", tmp_path, in_chans=3, invalid=InvalidPixels(bands=((1,),)))
+    expected = np.full(complete.shape, np.nan, np.float32)
+    expected[:, :, 1] = complete[:, :, 1]
+    np.testing.assert_array_equal(images.load(0)[0], complete)
+    same(images.load(1)[0], expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_two_channels_and_a_mask_are_no_rgb_image(tmp_path, form):
+    mask = clouds()
+    array = pixels(2, "uint16")
+    ending, write = FORMS[form]
+    write(tmp_path / f"0{ending}", np.concatenate([array, (~mask).astype(np.uint16)], axis=2))
+    images = open_images("folder", tmp_path, in_chans=2, invalid=InvalidPixels(mask_band=-1))
+    same(images.load(0)[0], marked(array, mask))
+
+
 def test_all_marks_together_in_each_source(tmp_path):
     """A file that lacks a band, with a mask band and a code of its own, in a folder, a tar and a copy of a worker."""
     array = pixels(3, "uint16")
