@@ -172,6 +172,8 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     args = parse_with_recipe(parser, RECIPES, argv)
     if CLASS_OF[args.model].shared_visible:  # by all images of a micro-batch
         parser.set_changes(batch_size="results")
+    if args.optimizer == "muon":  # it orthogonalises in bfloat16, and the sums of shards round differently
+        parser.set_changes(shard="results")
     return parser, args
 
 
@@ -189,11 +191,12 @@ def make_optimizer(model: Framework, args: argparse.Namespace, lr: float) -> tor
 def split_matrices(groups: Sequence[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
     """Splits parameter groups into the matrices of transformer blocks, for Muon, and all else, for its AdamW.
 
+    Swin's tables of relative positions are no matrices.
     Muon's updates then have the root mean square of AdamW's, so that both take the same learning rates.
     """
     matrices: set[nn.Parameter] = set()
     for block in shard.blocks_of(model):
-        matrices.update(parameter for parameter in block.parameters() if parameter.ndim == 2)
+        matrices.update(layer.weight for layer in block.modules() if isinstance(layer, nn.Linear))
     split = []
     for group in groups:
         for is_matrix in (True, False):

@@ -348,7 +348,10 @@ def known_facts(model: nn.Module, info: CheckpointInfo) -> dict[str, Any]:
         "pixels": pixels["pixels"],
         "input_size": list(model.img_size),
         "crop_pct": info.settings.get("crop_pct"),
+        "optimizer": info.settings.get("optimizer"),  # of a file that was exported before
     }
+    if info.run is not None:
+        facts["optimizer"] = info.run.optimizer
     if is_classifier(model):
         facts["classes"] = info.classes
     facts = {name: value for name, value in facts.items() if value}

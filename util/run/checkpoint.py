@@ -34,7 +34,7 @@ timm_data = LazyModule("timm.data")
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "model-00001-of-*", "pytorch_model-00001-of-*")
 # What scripts/export.py stores beside the weights: of the images, and of a classifier.
 INVALID_SETTINGS = ("nodata", "mask_band", "bands")  # what marks invalid pixels
-EXPORTED_SETTINGS = ("mean", "std", "input_size", "crop_pct", *INVALID_SETTINGS)
+EXPORTED_SETTINGS = ("mean", "std", "input_size", "crop_pct", "optimizer", *INVALID_SETTINGS)
 EXPORTED_FACTS = ("classes", "pixels", *EXPORTED_SETTINGS)
 TRAINING_STATE = ("optimizer", "scaler", "meter")  # parts of a run's checkpoint, beside its weights
 
@@ -90,14 +90,17 @@ class EncoderSource:
         return other.step < self.step
 
     def warnings(self) -> list[str]:
-        """Returns warnings if the training of the encoder has not reached its end, and if Muon trained it."""
-        warnings = []
-        if self.epoch is not None and self.epochs is not None and self.epoch < self.epochs:
-            progress = f"it is at step {self.step}, epoch {self.epoch:.4g} of {self.epochs}"
-            warnings.append(f"warning: the training of {self.path} is not finished: {progress}")
-        if self.optimizer == "Muon":
-            warnings.append("note: Muon has pre-trained the encoder; AdamW, which goes on here, may lose some accuracy")
-        return warnings
+        """Returns a warning if the training of the encoder has not reached its end."""
+        if self.epoch is None or self.epochs is None or self.epoch >= self.epochs:
+            return []
+        progress = f"it is at step {self.step}, epoch {self.epoch:.4g} of {self.epochs}"
+        return [f"warning: the training of {self.path} is not finished: {progress}"]
+
+    def notes_on_optimizer(self, optimizer: str) -> list[str]:
+        """Returns a note if Muon trained the weights, and AdamW goes on. optimizer: the class that trains them now."""
+        if (self.optimizer, optimizer) != ("Muon", "AdamW"):
+            return []
+        return ["note: Muon has pre-trained the encoder; AdamW, which goes on here, may lose some accuracy"]
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ def identify_encoder(path: Path, info: CheckpointInfo) -> EncoderSource:
     named = path.parent.resolve() / path.name  # the file itself may be a link to a name that tells nothing
     sha256 = checkpoint.recorded_sha256(path)
     if info.run is None:
-        return EncoderSource(str(named), sha256)
+        return EncoderSource(str(named), sha256, optimizer=info.settings.get("optimizer"))
     return EncoderSource(
         str(named),
         sha256,

@@ -200,6 +200,8 @@ class Run:
         state: dict[str, Any] | None = None
         if self.resumed is not None:
             state = self._restore(self.resumed, info, model, optimizer)
+        elif self.encoder is not None:
+            self.note(*self.encoder.notes_on_optimizer(type(optimizer).__name__))
         self.watchdog.begin_phase("training")
         return Training(self, model, optimizer, dataset, schedule, info, state)
 
