@@ -5,10 +5,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from prmim import MaskCollator
 from util.run.loop import TrainLoop
 
+Batch = Sequence[torch.Tensor]  # what `MaskCollator` makes
 
-def train_one_epoch(model: nn.Module, batches: Iterator[Sequence[torch.Tensor]], steps: range, loop: TrainLoop) -> None:
+
+def train_one_epoch(model: nn.Module, batches: Iterator[Batch], steps: range, loop: TrainLoop) -> None:
     """Makes the optimizer steps `steps`, which belong to one epoch. A signal ends them earlier.
 
     model: a framework, `model(imgs, ids_shuffle, *groupings) -> {name: scalar loss}`, or a wrapper of one.
@@ -31,8 +34,16 @@ def train_one_epoch(model: nn.Module, batches: Iterator[Sequence[torch.Tensor]],
             return
 
 
-def compile_shapes(model: nn.Module, batch: Sequence[torch.Tensor], loop: TrainLoop) -> None:
-    """Runs forward and backward on a batch so that its shapes are compiled. Weights stay as they are."""
+def blank_batches(collator: MaskCollator, img_size: tuple[int, int], batch_size: int, loop: TrainLoop) -> Sequence[Batch]:
+    """Returns a micro-batch of black images for each combination of shapes that `collator` can make."""
+    pixels = loop.normalize.pixels
+    blank = torch.zeros(pixels.channels, *img_size, dtype=getattr(torch, pixels.batch_dtype))
+    return collator.examples([(blank, 0, (0, i)) for i in range(batch_size)])
+
+
+def compile_shapes(model: nn.Module, batch: Batch, loop: TrainLoop) -> None:
+    """Runs forward and backward on a batch, so that its shapes are compiled and fit. Weights stay as they are."""
+    model.train()
     imgs, _, *orders = loop.next_batch(iter([batch]), 0)
     with loop.autocast():
         losses = model(loop.normalize(imgs, fill=False), *orders)

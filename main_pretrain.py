@@ -18,7 +18,7 @@ from torch import nn
 
 import monitor
 from encoders.load import load_encoder
-from engine_pretrain import compile_shapes, train_one_epoch
+from engine_pretrain import blank_batches, compile_shapes, train_one_epoch
 from framework import Framework, NoPixels
 from frameworks import attention_phases, growth
 from frameworks.reconstruction import crops, reconstruction_picture
@@ -272,10 +272,7 @@ class CompiledShapes:
     def perform(self) -> None:
         self.is_compiled = True
         loop = self.training.loop
-        pixels = loop.normalize.pixels
-        blank = torch.zeros(pixels.channels, *self.model.img_size, dtype=getattr(torch, pixels.batch_dtype))
-        samples = [(blank, 0, (0, i)) for i in range(self.training.plan.batch_size)]
-        examples = self.collator.examples(samples)
+        examples = blank_batches(self.collator, self.model.img_size, self.training.plan.batch_size, loop)
         if len(examples) == 1:  # a single shape is compiled by the first step
             return
         for example in examples:
@@ -380,7 +377,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
         if not args.grow_size:  # an image then costs the same in all steps
             report_utilization(training.loop, partial(forward_gmac, vars(args), build_model))
 
-        between: list[BetweenSteps] = [CompiledShapes(training, model, collator), Pictures(training, model, images)]
+        shapes: BetweenSteps = CompiledShapes(training, model, collator)
+        between: list[BetweenSteps] = [Pictures(training, model, images)]
         between.append(monitor.Monitor(training, model, images, val_images))
         source: BatchSource = loader
         if args.sampling == "attention":
@@ -389,9 +387,10 @@ def main(argv: Sequence[str] | None = None) -> bool:
             source = phases.batches
         elif args.grow_size:
             growing = growth.GrowingSize(training, model, loader, partial(make_augmentation, args))
+            shapes = growth.SizesAhead(growing)
             between.append(growing)
             source = growing.batches
-        return training.train(train_one_epoch, source, between, lambda: summary_of_run(args, training))
+        return training.train(train_one_epoch, source, [shapes, *between], lambda: summary_of_run(args, training))
 
 
 if __name__ == "__main__":

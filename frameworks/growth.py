@@ -11,8 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from engine_pretrain import blank_batches, compile_shapes
 from framework import Framework
+from frameworks.registry import check_visible
 from models_mae_pr import MaskedAutoencoderViT
+from util import collectives
+from util.data.loader import check_space
 from util.run.cli import FlagGroup
 from util.run.loader import PhasedBatches, TrainLoader
 from util.run.training import Training
@@ -44,7 +48,7 @@ def parse_stages(words: Sequence[str], epochs: int) -> list[Stage]:
         side, _, share = word.partition(":")
         try:
             stage = Stage(int(side), round(float(share) * epochs))
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:  # the latter: infinite shares
             raise ValueError(f"--grow_size takes sides with shares, such as 128:0.5 224, got {word!r}") from error
         begin = stages[-1].end if stages else 0
         if not begin < stage.end < epochs:
@@ -58,8 +62,12 @@ def parse_stages(words: Sequence[str], epochs: int) -> list[Stage]:
 
 
 def stage_of(words: Sequence[str], epochs: int, epoch: float) -> Stage:
-    """Returns the stage to which an epoch of the schedule belongs, whole or not, counted from 0."""
-    return next(stage for stage in parse_stages(words, epochs) if epoch < stage.end)
+    """Returns the stage to which an epoch belongs, whole or not, counted from 0: the last one after the schedule."""
+    stages = parse_stages(words, epochs)
+    for stage in stages:
+        if epoch < stage.end:
+            return stage
+    return stages[-1]
 
 
 def check_growth(args: argparse.Namespace, model: Framework) -> None:
@@ -78,6 +86,7 @@ def check_growth(args: argparse.Namespace, model: Framework) -> None:
         )
     for stage in stages:
         model.set_image_size((stage.side, stage.side))  # refuses a side that the patches do not divide
+        check_visible(model, args.mask_ratio)
 
 
 @dataclass
@@ -131,3 +140,42 @@ class GrowingSize:
         self.batches.begin(loader, loop.step, stage.end * loop.steps_per_epoch, loop.last_step)
         loop.num_reports = 0  # the next report includes the start of the workers, as a run's first one does
         loop.log.info(f"epochs {epoch} to {stage.end - 1}: images of {stage.side} px, {self.model.counts}")
+
+
+@dataclass
+class SizesAhead:
+    """Runs a batch of each size of the steps from now on once, before the first step.
+
+    Then --compile has compiled it, and memory suffices for it: that of the GPU, beside the optimizer's state, and
+    /dev/shm. Otherwise a run might end at its last stage, days after its start. Weights stay as they are.
+    """
+
+    growing: GrowingSize
+    have_run: bool = False
+
+    def is_due(self) -> bool:
+        """Whether this start has not run them yet, and makes a step."""
+        loop = self.growing.training.loop
+        return not self.have_run and loop.step < loop.last_step
+
+    def is_done(self) -> bool:
+        """Never: each start runs them."""
+        return False
+
+    def perform(self) -> None:
+        self.have_run = True
+        training = self.growing.training
+        model = self.growing.model
+        workers = training.plan.num_workers
+        largest = self.growing.loader.batch_bytes
+        collectives.run_everywhere(lambda: check_space(largest, workers, num_batches=workers))
+        args = training.args
+        size_now = model.img_size
+        epoch = training.loop.step // training.loop.steps_per_epoch
+        for stage in parse_stages(args.grow_size, args.epochs):
+            if epoch < stage.end:
+                model.set_image_size((stage.side, stage.side))
+                collator = model.collator(args.sampling, args.seed)
+                for batch in blank_batches(collator, model.img_size, training.plan.batch_size, training.loop):
+                    compile_shapes(training.wrapped, batch, training.loop)
+        model.set_image_size(size_now)

@@ -96,13 +96,18 @@ def build_model(settings: Mapping[str, Any], read_files: bool = True) -> Framewo
             f"--nodata, --mask_band and --bands keep invalid pixels out of losses on pixels, but {name} predicts other "
             "targets: leave them out, with invalid pixels replaced in the files, or choose a model that predicts pixels"
         )
+    check_visible(model, settings["mask_ratio"])
+    return model
+
+
+def check_visible(model: Framework, mask_ratio: float) -> None:
+    """ValueError if the model sees no token of its images."""
     if model.counts.num_visible == 0:
         tokens = count_of(model.counts.num_tokens, "token")
         raise ValueError(
-            f"--mask_ratio {settings['mask_ratio']} leaves none of {tokens} visible: lower it, or use larger images, "
-            "smaller patches or smaller masked squares"
+            f"--mask_ratio {mask_ratio} leaves none of {tokens} visible: lower it, or use larger images, smaller "
+            "patches or smaller masked squares"
         )
-    return model
 
 
 def load_run(path: str | Path, moved: Mapping[str, str] | None = None) -> tuple[Framework, dict[str, Any]]:

@@ -4,6 +4,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch._dynamo.utils import counters
 
 import main_pretrain
@@ -14,6 +15,7 @@ from models_vit import MICRO
 from prmim import TokenCounts
 from tests.runs import assert_same_state, pretrain, reports
 from tests.test_framework_contract import compile_parts
+from util.data import loader
 from util.pos_embed import resize_pos_embed
 
 SMALL = {**MICRO, "decoder_embed_dim": 32, "decoder_depth": 2}
@@ -31,6 +33,7 @@ def test_stages_end_with_whole_epochs():
         ("128:0.5", "the last side of --grow_size lasts to the end and has no share, got '128:0.5'"),
         ("128 224", "takes sides with shares, such as 128:0.5 224, got '128'"),
         ("128:x 224", "got '128:x'"),
+        ("128:inf 224", "got '128:inf'"),
         ("128:0.5 160:0.5 224", "160:0.5: epoch 50 must lie behind epoch 50 and before epoch 100"),
         ("128:1 224", "128:1: epoch 100 must lie behind epoch 0"),
         ("128:0.001 224", "128:0.001: epoch 0 must lie behind epoch 0"),
@@ -47,6 +50,7 @@ def test_impossible_stages_are_refused(words, message):
     [
         ("--model simmim_vit_micro_patch4 --grow_size 16:0.5 32", "--grow_size needs a model of MAE or MFF"),
         ("--grow_size 16:0.5 24", "--grow_size must end with the model's 32 x 32 px, got 24"),
+        ("--grow_size 4:0.5 32", "--mask_ratio 0.75 leaves none of 1 token visible"),
         ("--grow_size 18:0.5 32", "18 x 18 is not divisible by --patch_size 4"),
         ("--grow_size 8:0.5 32 --mask_unit 4", "--mask_unit must divide the grid of 2 x 2 tokens, got 4"),
         ("--grow_size 16:0.5 32 --sampling attention --attention_start 1 --attention_every 1", "cannot be combined"),
@@ -95,17 +99,52 @@ def test_a_run_sees_images_that_grow_and_resumes_in_any_stage_exactly(photos, tm
 
     monkeypatch.setattr(MaskedAutoencoderViT, "forward", note)
     whole = pretrain(photos, tmp_path / "whole", *GROW)
-    assert seen == [((16, 16), 16)] * 3 + [((24, 24), 36)] * 3 + [((32, 32), 64)] * 3
+    sizes = [((16, 16), 16), ((24, 24), 36), ((32, 32), 64)]
+    assert seen[:3] == sizes  # each is run once before the first step
+    assert seen[3:] == sizes[:1] * 3 + sizes[1:2] * 3 + sizes[2:] * 3
+    seen.clear()
     for stop in (2, 3, 7):
         pretrain(photos, tmp_path / f"{stop}", *GROW, "--max_steps", stop)
+        seen.clear()
         assert_same_state(pretrain(photos, tmp_path / f"{stop}", *GROW), whole)
+        assert seen[: len(sizes) - stop // 3] == sizes[stop // 3 :]
     assert [report["epoch"] for report in reports(tmp_path / "whole")] == [0] * 3 + [1] * 3 + [2] * 3
     assert "epochs 1 to 1: images of 24 px, 9 visible" in (tmp_path / "whole" / "log.txt").read_text()
 
 
-def test_pictures_and_nearest_neighbours_are_made_in_every_stage(labelled, tmp_path):
+def test_pictures_and_nearest_neighbours_are_made_in_every_stage(labelled, tmp_path, capsys):
     pretrain(labelled, tmp_path, *GROW, "--picture_every", 1, "--knn_every", 1)
-    assert [report["step"] for report in reports(tmp_path) if "knn_top1" in report] == [0, 3, 6, 9]
+    evaluations = [(report["step"], report["image_side"]) for report in reports(tmp_path) if "knn_top1" in report]
+    assert evaluations == [(0, 16), (3, 16), (6, 24), (9, 32)]
+    assert "before training; images of 16 px" in capsys.readouterr().out
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Images("reconstruction")] == [3, 6, 9]
+    heights = [event.height for event in events.Images("reconstruction")]
+    assert heights[0] < heights[1] < heights[2]
+
+
+@pytest.mark.parametrize("flags", ["--nodata 0", "--nodata 0 --optimizer muon --total_batch_size 4 --batch_size 2"])
+def test_growth_goes_with_invalid_pixels_muon_and_accumulation(photos, tmp_path, flags):
+    """The side of a stage need not be a whole number of the tokens of another."""
+    grow = ("--input_size", 28, "--grow_size", "20:0.34", "24:0.67", "28", "--epochs", 3, *flags.split())
+    whole = pretrain(photos, tmp_path / "whole", *grow)
+    pretrain(photos, tmp_path / "parts", *grow, "--max_steps", 5)
+    assert_same_state(pretrain(photos, tmp_path / "parts", *grow), whole)
+    assert None not in [report["loss"] for report in reports(tmp_path / "whole")]
+
+
+def test_a_last_stage_for_which_memory_is_too_small_ends_the_run_at_its_start(photos, tmp_path, capsys, monkeypatch):
+    batch = 4 * 3 * 32 * 32  # bytes
+    monkeypatch.setattr(loader, "free_bytes", lambda: batch - 1)
+    message = pretrain.refused(capsys, photos, tmp_path, *GROW, "--batch_size", 4, "--num_workers", 1)
+    assert "one batch of each worker takes 0.0 MB" in message
+    assert reports(tmp_path) == []
+
+
+def test_a_run_that_has_more_than_its_schedule_behind_it_is_finished(photos, tmp_path):
+    pretrain(photos, tmp_path, *GROW)
+    shorter = ("--grow_size", "16:0.5", "32", *GROW[4:5], 2, *GROW[6:])
+    assert pretrain(photos, tmp_path, *shorter, "--allow_changes")["meta"]["step"] == 9
 
 
 @pytest.mark.parametrize(("step", "side"), [(0, 16), (3, 16), (4, 24), (6, 24), (7, 32), (9, 32)])
