@@ -34,7 +34,9 @@ def train_one_epoch(model: nn.Module, batches: Iterator[Batch], steps: range, lo
             return
 
 
-def blank_batches(collator: MaskCollator, img_size: tuple[int, int], batch_size: int, loop: TrainLoop) -> Sequence[Batch]:
+def blank_batches(
+    collator: MaskCollator, img_size: tuple[int, int], batch_size: int, loop: TrainLoop
+) -> Sequence[Batch]:
     """Returns a micro-batch of black images for each combination of shapes that `collator` can make."""
     pixels = loop.normalize.pixels
     blank = torch.zeros(pixels.channels, *img_size, dtype=getattr(torch, pixels.batch_dtype))

@@ -35,10 +35,11 @@ from util.evaluate.results import Evaluation
 from util.evaluate.session import Session, session_of_eval
 from util.lars import LARS
 from util.lazy import LazyModule
-from util.run.checkpoint import INVALID_SETTINGS
+from util.run.checkpoint import INVALID_SETTINGS, without_marks
 from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
 from util.run.flags import (
     Plan,
+    add_all_valid_flag,
     add_data_flags,
     add_invalid_flags,
     add_optimisation_flags,
@@ -92,6 +93,7 @@ def get_args_parser() -> Parser:
     add_data_flags(data)
     add_pixel_flags(data)
     add_invalid_flags(data)
+    add_all_valid_flag(data, "with --eval: ")
     add_augmentation_flags(parser.add_argument_group("augmentation"))
 
     evaluation = parser.add_argument_group("evaluation").add_argument
@@ -221,6 +223,8 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
 def check_flags(args: argparse.Namespace, plan: Plan) -> None:
     """ValueError if flags of fine-tuning do not go together."""
     batch_size = plan.batch_size
+    if args.all_valid:
+        raise ValueError("--all_valid is for --eval: fine-tuning takes all pixels as valid unless a flag marks some")
     if not 0 < args.layer_decay <= 1:
         raise ValueError(f"--layer_decay must lie in (0, 1], got {args.layer_decay}")
     if args.clip_crop and (args.aa or args.color_jitter):
@@ -405,6 +409,8 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
     """Evaluates the classifier at --resume on val/ and returns the result. given: flags that were set explicitly."""
     classifier = load_classifier(args.resume, crop_pct=args.crop_pct, mean=args.mean, std=args.std)
     settings = classifier.settings
+    if args.all_valid:
+        settings = without_marks(settings)
     names = given.intersection(("model", "input_size", "patch_size", "in_chans"))
     check_same(args, settings, names, f"the classifier at {args.resume!r}")
     view = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], args.loader == "reference")

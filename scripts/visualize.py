@@ -27,7 +27,9 @@ from util.data.images import evenly_spaced
 from util.data.invalid_pixels import InvalidPixels
 from util.data.open import open_images
 from util.data.statistics import normalizer
+from util.run import checkpoint
 from util.run.cli import Parser, prepare_file, run_program, user_errors
+from util.run.flags import add_all_valid_flag
 
 
 def show_run(args: argparse.Namespace) -> None:
@@ -36,6 +38,8 @@ def show_run(args: argparse.Namespace) -> None:
     if args.teacher:
         moved["teacher"] = args.teacher
     model, settings = load_run(args.run, moved)
+    if args.all_valid:
+        settings = checkpoint.without_marks(settings)
     dataset = settings["dataset"]
     data_path = settings["data_path"]
     image_column = settings.get("image_column")
@@ -82,6 +86,7 @@ def get_args_parser() -> Parser:
     flag("--out", type=Path, help="write the reconstructions to this picture (default: a new reconstruction.png)")
     flag("--rows", type=int, default=8, at_least=1, help="number of images to draw, evenly spaced")
     flag("--max_images", type=int, default=1000, at_least=1, help="most images to measure, evenly spaced")
+    add_all_valid_flag(parser)
     flag("--teacher", help="the teacher of a TEC model, if it has moved since the run")
     return parser
 

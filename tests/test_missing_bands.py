@@ -6,11 +6,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from downstream.probe import main_probe
 from downstream.probe.models import open_encoder
 from encoders.classifiers import load_classifier
-from scripts import pack_dataset
+from scripts import pack_dataset, visualize
 from scripts.export import export
 from tests import runs
 from tests.runs import evaluate, reports, state
@@ -135,3 +136,37 @@ def test_packed_shards_hold_the_same_images(satellite, tmp_path):
     assert folder.fingerprint() == tars.fingerprint()
     for i in range(len(folder)):
         np.testing.assert_array_equal(folder.load(i)[0], tars.load(i)[0])
+
+
+def test_a_model_that_has_learnt_with_a_mask_is_evaluated_on_images_without_one(tmp_path, capsys):
+    """Pre-training on RGB with alpha, and everything after it on RGB."""
+    for kind, channels in (("rgba", 4), ("rgb", 3)):
+        for split, count in (("train", 8), ("val", 4)):
+            for label in ("a", "b"):
+                folder = tmp_path / kind / split / label
+                folder.mkdir(parents=True)
+                for i in range(count):
+                    array = pixels(4, "uint8", size=(36, 36), seed=i)
+                    array[:9, :, 3] = 0
+                    Image.fromarray(array[:, :, :channels]).save(folder / f"{i}.png")
+    masked = tmp_path / "rgba"
+    plain = tmp_path / "rgb"
+    mask = ("--mask_band", 3)
+    pretrain(masked, tmp_path / "run", *mask, "--max_steps", 2)
+    finetune(masked, tmp_path / "tuned", *mask, "--finetune", tmp_path / "run", "--max_steps", 2)
+
+    words = [tmp_path / "run", "--data_path", plain, "--probes", "knn", "--num_workers", 0, "--device", "cpu"]
+    probe = [str(word) for word in (*words, "--output_dir", tmp_path / "probe")]
+    with pytest.raises(SystemExit):
+        main_probe.main(probe)
+    assert "expect files of 4 bands" in (error := capsys.readouterr().err) and "--all_valid" in error
+    main_probe.main([*probe, "--all_valid"])
+    settings = json.loads((tmp_path / "probe" / "probe.json").read_text())["settings"]
+    assert "mask_band" not in settings
+    assert math.isfinite(evaluate(plain, tmp_path / "tuned", "--all_valid")["loss"])
+    picture = tmp_path / "picture.png"
+    drawing = [str(word) for word in (tmp_path / "run", "--images", plain / "val", "--out", picture, "--all_valid")]
+    visualize.main(drawing)
+    assert picture.exists()
+    message = finetune.refused(capsys, masked, tmp_path / "again", "--all_valid")
+    assert "--all_valid is for --eval" in message

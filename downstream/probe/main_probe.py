@@ -30,7 +30,7 @@ from util.evaluate.session import evaluation_session
 from util.run import checkpoint, flags
 from util.run.cli import Parser, run_program
 from util.run.distributed import PRECISIONS, precision
-from util.run.flags import add_data_flags
+from util.run.flags import add_all_valid_flag, add_data_flags
 from util.run.folder import refuse_output_inside_data
 from util.tables import markdown_table
 
@@ -54,7 +54,9 @@ def get_args_parser() -> Parser:
     protocol("--steps", type=int, default=12_500, at_least=1, help="optimizer steps of the heads")
     protocol("--total_batch_size", type=int, default=1024, at_least=1, help="images per step over all processes")
     protocol("--seed", type=int, default=0, at_least=0, help="seed of first weights, shuffling and augmentation")
-    add_data_flags(parser.add_argument_group("data"))
+    data = parser.add_argument_group("data")
+    add_data_flags(data)
+    add_all_valid_flag(data)
 
     run = parser.add_argument_group("run").add_argument
     run("--output_dir", changes="nothing", default="output/probe", help=f"folder for {RESULTS}")
@@ -102,9 +104,9 @@ def make_encoder(args: argparse.Namespace) -> FrozenEncoder:
     return encoder
 
 
-def open_data(args: argparse.Namespace, encoder: FrozenEncoder) -> tuple[Images, Images]:
+def open_data(args: argparse.Namespace, in_chans: int, pixel_settings: Mapping[str, Any]) -> tuple[Images, Images]:
     """Opens train/ and val/ as the encoder reads images. ValueError unless both have the same classes and format."""
-    settings = {"in_chans": encoder.in_chans, **encoder.pixel_settings}
+    settings = {"in_chans": in_chans, **pixel_settings}
     images = open_everywhere(args, "train", True, args.max_bad_fraction, settings)
     val_images = open_everywhere(args, "val", True, pixel_settings=settings)
     check_splits(images, val_images)
@@ -174,8 +176,11 @@ def main(argv: Sequence[str] | None = None) -> bool:
     parser, args = parse_args(argv)
     with evaluation_session(parser, args, args.output_dir, check=check_flags) as session:
         encoder = collectives.run_everywhere(lambda: make_encoder(args))
-        images, val_images = open_data(args, encoder)
-        pixel_settings, notes = complete_settings(encoder.pixel_settings, images)
+        known = encoder.pixel_settings
+        if args.all_valid:
+            known = checkpoint.without_marks(known)
+        images, val_images = open_data(args, encoder.in_chans, known)
+        pixel_settings, notes = complete_settings(known, images)
         precision_name = precision(args.precision, session.process.device).name
         settings = protocol_of(args, encoder, pixel_settings, images, val_images, precision_name)
         model = EvaluatedModel(encoder.name, encoder.sha256, settings)

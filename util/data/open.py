@@ -60,7 +60,9 @@ class ImageSource:
             raise ValueError(f"--dataset {self.dataset} has images of 3 channels, but {wanted}")
         if self.dataset in DOWNLOADED and self.invalid.is_declared:
             flags = "--nodata, --mask_band and --bands"
-            raise ValueError(f"all pixels of --dataset {self.dataset} are valid: leave out {flags}")
+            raise ValueError(
+                f"all pixels of --dataset {self.dataset} are valid: leave out {flags}, or evaluate with --all_valid"
+            )
         self.invalid.check(self.in_chans)
         if self.dataset == "folder":
             self.files = find_files(self.data_path, self.split, self.labelled)

@@ -39,6 +39,11 @@ EXPORTED_FACTS = ("classes", "pixels", *EXPORTED_SETTINGS)
 TRAINING_STATE = ("optimizer", "scaler", "meter")  # parts of a run's checkpoint, beside its weights
 
 
+def without_marks(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings that say of no pixel that it is invalid."""
+    return {name: value for name, value in settings.items() if name not in INVALID_SETTINGS}
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used for its purpose. The message is meant for the user."""
 

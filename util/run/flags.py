@@ -17,7 +17,7 @@ from util.data.folders import DEFAULT_PATH
 from util.data.invalid_pixels import nodata_value
 from util.data.open import DATASETS
 from util.lr_sched import SCHEDULES, Schedule
-from util.run.cli import Change, FlagGroup, Parser
+from util.run.cli import Change, FlagContainer, FlagGroup, Parser
 from util.run.distributed import PRECISIONS, Process, gpu_memory, precision
 from util.text import count_of
 
@@ -179,6 +179,16 @@ def add_invalid_flags(group: FlagGroup) -> None:
         nargs="+",
         action="append",
         help="channels, from 0, that files with as many bands hold; the others are invalid; may be repeated",
+    )
+
+
+def add_all_valid_flag(group: FlagContainer, purpose: str = "") -> None:
+    """Adds what overrides the marks of invalid pixels of a trained model. purpose: what it is for, in the help text."""
+    group.add_argument(
+        "--all_valid",
+        changes="nothing",
+        action="store_true",
+        help=f"{purpose}nothing marks invalid pixels in these images, whatever did in those of the model's training",
     )
 
 
