@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from prmim import MaskCollator
 from util.run.loop import TrainLoop
 
 Batch = Sequence[torch.Tensor]  # what `MaskCollator` makes
@@ -32,15 +31,6 @@ def train_one_epoch(model: nn.Module, batches: Iterator[Batch], steps: range, lo
         loop.end_step(grad_norm)  # logs every `print_freq` steps
         if loop.should_stop():  # all ranks have agreed
             return
-
-
-def blank_batches(
-    collator: MaskCollator, img_size: tuple[int, int], batch_size: int, loop: TrainLoop
-) -> Sequence[Batch]:
-    """Returns a micro-batch of black images for each combination of shapes that `collator` can make."""
-    pixels = loop.normalize.pixels
-    blank = torch.zeros(pixels.channels, *img_size, dtype=getattr(torch, pixels.batch_dtype))
-    return collator.examples([(blank, 0, (0, i)) for i in range(batch_size)])
 
 
 def compile_shapes(model: nn.Module, batch: Batch, loop: TrainLoop) -> None:

@@ -18,12 +18,12 @@ from torch import nn
 
 import monitor
 from encoders.load import load_encoder
-from engine_pretrain import blank_batches, compile_shapes, train_one_epoch
+from engine_pretrain import compile_shapes, train_one_epoch
 from framework import Framework, NoPixels
 from frameworks import attention_phases, growth
 from frameworks.reconstruction import crops, reconstruction_picture
 from frameworks.registry import CLASS_OF, MODELS, build_model, check_own_flags, own_flags
-from prmim import AGGREGATION, SAMPLING, MaskCollator, SpatialAggregation
+from prmim import AGGREGATION, SAMPLING, SpatialAggregation
 from recipes import RECIPES
 from util.costs import forward_gmac
 from util.data.datasets import AddressedDataset
@@ -253,30 +253,49 @@ def summary_of_run(args: argparse.Namespace, training: Training) -> list[str]:
 
 
 @dataclass
-class CompiledShapes:
-    """Compiles all shapes that a framework's batches can have, instead of one by one in the middle of training."""
+class FirstShapes:
+    """Runs each shape that batches can have once before the first step, instead of in the middle of training.
+
+    Then --compile has compiled it, and a GPU's memory suffices for it, beside the optimizer's state. Weights stay as
+    they are. growing: what changes the image size, if it grows.
+    """
 
     training: Training
     model: Framework
-    collator: MaskCollator
-    is_compiled: bool = False
+    growing: growth.GrowingSize | None = None
+    have_run: bool = False
 
     def is_due(self) -> bool:
-        """Whether this start has not compiled them yet."""
-        return self.training.args.compile and not self.is_compiled
+        """Whether this start has not run them yet."""
+        loop = self.training.loop
+        is_wanted = self.training.args.compile or self.growing is not None
+        return is_wanted and not self.have_run and loop.step < loop.last_step
 
     def is_done(self) -> bool:
-        """Never: each start compiles."""
+        """Never: each start runs them."""
         return False
 
     def perform(self) -> None:
-        self.is_compiled = True
-        loop = self.training.loop
-        examples = blank_batches(self.collator, self.model.img_size, self.training.plan.batch_size, loop)
-        if len(examples) == 1:  # a single shape is compiled by the first step
+        self.have_run = True
+        if self.growing is not None:
+            for img_size in self.growing.sizes_ahead():
+                self.run_all(self.examples(img_size))
             return
+        examples = self.examples(self.model.img_size)
+        if len(examples) > 1:  # a single shape is that of the first step
+            self.run_all(examples)
+
+    def examples(self, img_size: tuple[int, int]) -> list[tuple[torch.Tensor, ...]]:
+        """Returns a micro-batch of black images for each combination of shapes."""
+        args = self.training.args
+        pixels = self.training.loop.normalize.pixels
+        blank = torch.zeros(pixels.channels, *img_size, dtype=getattr(torch, pixels.batch_dtype))
+        samples = [(blank, 0, (0, i)) for i in range(self.training.plan.batch_size)]
+        return self.model.collator(args.sampling, args.seed).examples(samples)
+
+    def run_all(self, examples: Sequence[Sequence[torch.Tensor]]) -> None:
         for example in examples:
-            compile_shapes(self.training.wrapped, example, loop)
+            compile_shapes(self.training.wrapped, example, self.training.loop)
 
 
 @dataclass
@@ -377,7 +396,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         if not args.grow_size:  # an image then costs the same in all steps
             report_utilization(training.loop, partial(forward_gmac, vars(args), build_model))
 
-        shapes: BetweenSteps = CompiledShapes(training, model, collator)
+        shapes = FirstShapes(training, model)
         between: list[BetweenSteps] = [Pictures(training, model, images)]
         between.append(monitor.Monitor(training, model, images, val_images))
         source: BatchSource = loader
@@ -387,7 +406,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
             source = phases.batches
         elif args.grow_size:
             growing = growth.GrowingSize(training, model, loader, partial(make_augmentation, args))
-            shapes = growth.SizesAhead(growing)
+            growing.check_space()
+            shapes = FirstShapes(training, model, growing)
             between.append(growing)
             source = growing.batches
         return training.train(train_one_epoch, source, [shapes, *between], lambda: summary_of_run(args, training))

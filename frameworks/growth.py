@@ -7,11 +7,10 @@ prepare batches ahead, so each stage opens a loader of its own.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine_pretrain import blank_batches, compile_shapes
 from framework import Framework
 from frameworks.registry import check_visible
 from models_mae_pr import MaskedAutoencoderViT
@@ -141,41 +140,18 @@ class GrowingSize:
         loop.num_reports = 0  # the next report includes the start of the workers, as a run's first one does
         loop.log.info(f"epochs {epoch} to {stage.end - 1}: images of {stage.side} px, {self.model.counts}")
 
+    def check_space(self) -> None:
+        """TooLittleMemory on all ranks if batches of the model's own size, the last one, do not fit into /dev/shm."""
+        workers = self.training.plan.num_workers
+        collectives.run_everywhere(lambda: check_space(self.loader.batch_bytes, workers, num_batches=workers))
 
-@dataclass
-class SizesAhead:
-    """Runs a batch of each size of the steps from now on once, before the first step.
-
-    Then --compile has compiled it, and memory suffices for it: that of the GPU, beside the optimizer's state, and
-    /dev/shm. Otherwise a run might end at its last stage, days after its start. Weights stay as they are.
-    """
-
-    growing: GrowingSize
-    have_run: bool = False
-
-    def is_due(self) -> bool:
-        """Whether this start has not run them yet, and makes a step."""
-        loop = self.growing.training.loop
-        return not self.have_run and loop.step < loop.last_step
-
-    def is_done(self) -> bool:
-        """Never: each start runs them."""
-        return False
-
-    def perform(self) -> None:
-        self.have_run = True
-        training = self.growing.training
-        model = self.growing.model
-        workers = training.plan.num_workers
-        largest = self.growing.loader.batch_bytes
-        collectives.run_everywhere(lambda: check_space(largest, workers, num_batches=workers))
-        args = training.args
-        size_now = model.img_size
-        epoch = training.loop.step // training.loop.steps_per_epoch
+    def sizes_ahead(self) -> Iterator[tuple[int, int]]:
+        """Gives the model each size of the steps from now on, yields it, and gives the model its size again."""
+        args = self.training.args
+        loop = self.training.loop
+        size_now = self.model.img_size
         for stage in parse_stages(args.grow_size, args.epochs):
-            if epoch < stage.end:
-                model.set_image_size((stage.side, stage.side))
-                collator = model.collator(args.sampling, args.seed)
-                for batch in blank_batches(collator, model.img_size, training.plan.batch_size, training.loop):
-                    compile_shapes(training.wrapped, batch, training.loop)
-        model.set_image_size(size_now)
+            if loop.step < stage.end * loop.steps_per_epoch:
+                self.model.set_image_size((stage.side, stage.side))
+                yield self.model.img_size
+        self.model.set_image_size(size_now)
