@@ -86,7 +86,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         found = program_of(command)
         if found is not None and ("PHOTOS" in command.words or "output/photos" in command.words):
             program, arguments_of[program] = found
-    small = ["--batch_size", "2", "--epochs", "1", "--warmup_epochs", "0", "--max_steps", "1", "--num_workers", "0"]
+    small = ["--total_batch_size", "2", "--batch_size", "2", "--epochs", "1", "--warmup_epochs", "0"]
+    small += ["--max_steps", "1", "--num_workers", "0"]
     with MonkeyPatch.context() as patch:
         patch.chdir(folder)
         main_pretrain.main([*arguments_of["main_pretrain.py"], *small, "--picture_every", "0", "--device", "cpu"])

@@ -142,13 +142,13 @@ def add_data_flags(group: FlagGroup) -> None:
 def add_pixel_flags(group: FlagGroup) -> None:
     """Adds channels of the images, and the statistics that normalise them."""
     flag = group.add_argument
-    flag("--in_chans", type=int, default=3, at_least=1, help="channels of the images; with 3 they become RGB")
+    flag("--in_chans", type=int, default=3, at_least=1, help="channels of the images; 3: RGB, without --bands")
     flag(
         "--mean",
         type=float,
         nargs="+",
-        help="mean of each channel, a fraction of the full range (default: those of the checkpoint that the run starts "
-        "from, ImageNet's for 8-bit RGB, or the data's)",
+        help="mean of each channel: a fraction of the full range, or in the unit of floats (default: those of the "
+        "checkpoint that the run starts from, ImageNet's for 8-bit RGB, or the data's)",
     )
     flag(
         "--std",
