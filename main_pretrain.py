@@ -256,8 +256,8 @@ def summary_of_run(args: argparse.Namespace, training: Training) -> list[str]:
 class FirstShapes:
     """Runs each shape that batches can have once before the first step, instead of in the middle of training.
 
-    Then --compile has compiled it, and a GPU's memory suffices for it, beside the optimizer's state. Weights stay as
-    they are. growing: what changes the image size, if it grows.
+    Then --compile has compiled it, and a GPU's memory suffices for it. Weights stay as they are. growing: what changes
+    the image size, if it grows.
     """
 
     training: Training
@@ -278,12 +278,22 @@ class FirstShapes:
     def perform(self) -> None:
         self.have_run = True
         if self.growing is not None:
+            room = self.room_for_moments()
             for img_size in self.growing.sizes_ahead():
                 self.run_all(self.examples(img_size))
+            del room
             return
         examples = self.examples(self.model.img_size)
         if len(examples) > 1:  # a single shape is that of the first step
             self.run_all(examples)
+
+    def room_for_moments(self) -> list[torch.Tensor]:
+        """Returns tensors as large as the state that AdamW will make in its first step."""
+        optimizer = self.training.loop.optimizer
+        if optimizer.state:
+            return []
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [torch.empty_like(parameter) for parameter in parameters if parameter.requires_grad for _ in range(2)]
 
     def examples(self, img_size: tuple[int, int]) -> list[tuple[torch.Tensor, ...]]:
         """Returns a micro-batch of black images for each combination of shapes."""

@@ -136,7 +136,7 @@ def compute_maps(
         bad += (~attention.isfinite()).sum()
         if maps is not None:
             maps[:, first : first + len(imgs)] = gathered.view(world_size, len(imgs), rows, columns).cpu().numpy()
-        if loop.should_stop():
+        if loop.should_stop_work():
             break
     stream.close()
     model.train(was_training)

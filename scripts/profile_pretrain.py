@@ -195,7 +195,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         prepare_file("--csv", args.csv)
         prepare_file("--markdown", args.markdown)
     device = torch.device(args.device)
-    prefer(args.attention)
+    prefer(args.attention, device)
+    torch.backends.cudnn.benchmark = True  # as in main_pretrain.py
     rows: list[Row] = []
     steps: list[Step] = []
     times: list[list[float]] = []

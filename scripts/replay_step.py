@@ -204,7 +204,7 @@ def make_replay(found: Checkpoint, data_path: str | None, device: torch.device) 
     images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
     if images.fingerprint() != info.run.data.fingerprint:
         raise ValueError(f"the run had {info.run.data}; {settings['data_path']!r} holds others: give --data_path")
-    attention.prefer(settings["attention"])
+    attention.prefer(settings["attention"], device)
     model = build_model(settings).to(device)
     model.use_statistics(settings["mean"], settings["std"])
     model.load_state_dict(found.weights)

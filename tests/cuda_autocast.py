@@ -54,7 +54,7 @@ def to_fake(model, device):
 def main(*names):
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.cuda.is_bf16_supported = lambda *_, **__: True
-    prefer("math")  # a choice between kernels asks for the GPU
+    prefer("math", torch.device("cpu"))  # a choice between kernels asks for the GPU
     for name in names:
         model = build(name)
         batch = a_batch(model)

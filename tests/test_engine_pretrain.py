@@ -1,6 +1,7 @@
 """The loop of pre-training: optimizer steps, accumulation, reports, and steps that are not finite."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.patches import StandIn
 from tests.two_processes import run_in_two_processes
 from util import collectives
 from util.data.transforms import Normalize
-from util.run import distributed, loop
+from util.run import distributed, loop, supervise
 from util.run.distributed import precision
 from util.run.loop import Meter
 
@@ -500,3 +501,38 @@ def test_a_report_is_one_all_reduce_and_names_the_rank_that_waits_longest_for_da
         assert scalars["host_rank"] == 0
         assert ", data 50% on rank 1 (node2), " in line
     assert first["log"][0].startswith("warning: 50% of the time on rank 1 (node2) is spent waiting for data")
+
+
+# ------------------------------------------------------------------------------------------------------------- waiting
+
+
+def test_a_process_that_waits_for_the_device_says_so():
+    """On a GPU that is where it waits for other processes."""
+    model = nn.Linear(3, 1)
+    driver = a_driver(model, torch.optim.AdamW(model.parameters()), lambda step, scale=1.0: 1e-3)
+    told = []
+    driver.loop.watchdog = SimpleNamespace(heartbeat=lambda step, activity: told.append(activity))
+    seen = []
+
+    def agreed(num_asked):
+        seen.append(told[-1])
+        return False
+
+    driver.loop.stop = SimpleNamespace(agreed=agreed)
+    assert not driver.loop.should_stop()
+    assert seen == [supervise.DEVICE] and told[-1] == supervise.BETWEEN
+
+
+def _stops_in_work(rank):
+    model = nn.Linear(3, 1)
+    driver = a_driver(model, torch.optim.AdamW(model.parameters()), lambda step, scale=1.0: 1e-3)
+    answers = []
+    for i in range(4):
+        if rank == 1 and i == 1:
+            driver.loop.stop.name = "SIGTERM"
+        answers.append(driver.loop.should_stop_work())
+    return answers
+
+
+def test_work_between_steps_sees_a_signal_to_any_process():
+    assert run_in_two_processes(_stops_in_work) == [[False, False, True, True]] * 2

@@ -421,6 +421,7 @@ def compile_parts(model):
     with MonkeyPatch.context() as patch:
         patch.replace_in(shard, "torch.compile", partial(torch.compile, backend="aot_eager"))
         shard.compile_parts(model)
+    assert not torch._functorch.config.graphsafe_rng_functionalization  # on GPUs it would ignore the seed of a step
 
 
 @pytest.mark.parametrize(("name", "recomputed"), COMPILED)

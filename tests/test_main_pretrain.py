@@ -436,9 +436,9 @@ def test_the_attention_kernel_is_a_run_s_choice(photos, tmp_path, monkeypatch, c
     prefer = shard.attention.prefer
     chosen = []
 
-    def note(name):
+    def note(name, device):
         chosen.append(name)
-        return prefer(name)
+        return prefer(name, device)
 
     monkeypatch.setattr(shard.attention, "prefer", note)
     pretrain(photos, tmp_path, "--max_steps", 1, "--attention", "math")

@@ -17,7 +17,7 @@ _active_order = ExitStack()  # holds torch's context manager, which stays entere
 _active_name = "auto"
 
 
-def prefer(name: str) -> None:
+def prefer(name: str, device: torch.device) -> None:
     """Makes scaled_dot_product_attention try the kernel `name` of KERNELS first; "auto" restores torch's own order.
 
     If that kernel cannot serve a call (flash attention takes no bias, for example), the others are tried in the order
@@ -29,8 +29,8 @@ def prefer(name: str) -> None:
     global _active_name
     _active_order.close()
     _active_name = name
-    if torch.cuda.is_available():  # on some cards the first call sets an order, which would replace those set later
-        F.scaled_dot_product_attention(*torch.zeros(3, 1, 1, 8, 8, device="cuda", dtype=torch.float16))
+    if device.type == "cuda":  # on some cards the first call sets an order, which would replace those set later
+        F.scaled_dot_product_attention(*torch.zeros(3, 1, 1, 8, 8, device=device, dtype=torch.float16))
     torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")
     if name == "auto":
         return

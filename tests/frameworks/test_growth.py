@@ -172,3 +172,14 @@ def test_a_size_is_compiled_once():
         num_graphs.append(counters["stats"]["unique_graphs"])
     first = num_graphs[0]
     assert num_graphs == [first, 2 * first, 3 * first, 3 * first, 3 * first, 3 * first]
+
+
+def test_the_trial_of_the_sizes_leaves_room_for_the_moments_of_the_first_step():
+    model = torch.nn.Linear(5, 3)
+    model.bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    shapes = main_pretrain.FirstShapes(Namespace(loop=Namespace(optimizer=optimizer)), model)
+    assert [room.shape for room in shapes.room_for_moments()] == [model.weight.shape] * 2
+    model(torch.ones(5)).sum().backward()
+    optimizer.step()
+    assert shapes.room_for_moments() == []

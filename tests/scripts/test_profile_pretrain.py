@@ -97,10 +97,11 @@ def test_a_recipe_has_its_row_before_the_next_one_is_measured(tmp_path, monkeypa
 @pytest.mark.gpu
 def test_peak_memory_is_that_of_a_step_without_the_other_recipes(tmp_path):
     path = tmp_path / "cost.csv"
-    profile_pretrain.main(["cifar10", "cifar10", "--batch_size", "64", "--rounds", "1", "--csv", str(path)])
+    recipes = ["cifar10"] * 3  # the first one's peak has the workspaces of cuBLAS
+    profile_pretrain.main([*recipes, "--batch_size", "64", "--rounds", "1", "--csv", str(path)])
     with open(path, newline="") as file:
-        first, second = (float(row["peak_mb"]) for row in csv.DictReader(file))
-    assert second == pytest.approx(first, rel=0.1)
+        _, second, third = (float(row["peak_mb"]) for row in csv.DictReader(file))
+    assert third == pytest.approx(second, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,13 @@ from util import attention
 from util.attention import KERNELS, biased_attention, prefer
 from util.costs import saved_bytes
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(autouse=True)
 def restore_torchs_order():
     yield
-    prefer("auto")
+    prefer("auto", CPU)
 
 
 def test_the_preferred_kernel_is_the_one_that_runs():
@@ -25,7 +27,7 @@ def test_the_preferred_kernel_is_the_one_that_runs():
     saved = {}
     outputs = {}
     for name in ("flash", "math", "auto"):
-        prefer(name)
+        prefer(name, CPU)
         saved[name] = saved_bytes(lambda: block(x))
         outputs[name] = block(x)
     softmax = 4 * 2 * 2 * 64 * 64
@@ -39,7 +41,7 @@ def test_the_preferred_kernel_is_the_one_that_runs():
 @pytest.mark.parametrize("name", KERNELS)
 def test_on_a_gpu_torch_chooses_the_preferred_kernel(name):
     q = torch.randn(2, 2, 128, 32, device="cuda", dtype=torch.float16)  # cuDNN may refuse 64 keys
-    prefer(name)
+    prefer(name, q.device)
     assert torch._fused_sdp_choice(q, q, q) == KERNELS[name].value
 
 
@@ -53,8 +55,8 @@ def test_cudnns_kernel_is_off_unless_it_is_preferred(name, monkeypatch):
     monkeypatch.replace_in(
         attention, "F.scaled_dot_product_attention", lambda q, *_, **__: used_with_bias.append(is_cudnn_used())
     )
-    prefer("cudnn")
-    prefer(name)
+    prefer("cudnn", CPU)
+    prefer(name, CPU)
     biased_attention(*[torch.zeros(1, 1, 2, 8)] * 3, torch.zeros(1, 1, 2, 2))
     assert is_cudnn_used() == (name == "cudnn")
     assert used_with_bias[-1] == (name == "cudnn")
@@ -69,7 +71,7 @@ def test_another_kernel_serves_the_calls_that_the_preferred_one_cannot(name):
     """For example a bias, which flash attention does not take, and a CPU, which lacks some kernels."""
     q, bias = a_query_and_a_bias()
     scores = q @ q.mT / 8**0.5
-    prefer(name)
+    prefer(name, CPU)
     torch.testing.assert_close(F.scaled_dot_product_attention(q, q, q), scores.softmax(dim=-1) @ q)
     expected = (scores + bias).softmax(dim=-1) @ q
     torch.testing.assert_close(F.scaled_dot_product_attention(q, q, q, attn_mask=bias), expected)
@@ -112,7 +114,7 @@ def test_every_bias_is_aligned_for_the_memory_efficient_kernel(name, dtype, monk
 @pytest.mark.parametrize("name", ["auto", "math"])
 def test_biased_attention_keeps_the_users_kernel_and_torchs_numbers(name):
     q, bias = a_query_and_a_bias()
-    prefer(name)
+    prefer(name, CPU)
     order = torch._C._get_sdp_priority_order()
     expected = F.scaled_dot_product_attention(q, q, q, attn_mask=bias)
     assert torch.equal(biased_attention(q, q, q, bias), expected)

@@ -118,6 +118,8 @@ class Loader:
         if is_full:
             return f"a DataLoader worker found no shared memory: {describe_shared_memory()}, or fewer --num_workers"
         # An exception that was raised inside a worker has the worker's traceback in its text.
+        if "in pin memory thread" in text:  # it is the first to meet an error of the GPU
+            return None
         comes_from_dataset = self.num_workers == 0 or "in DataLoader worker process" in text
         if not comes_from_dataset:
             first_line = text.partition("\n")[0] or type(error).__name__

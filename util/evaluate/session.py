@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from util import attention
 from util.code_version import code_version
 from util.data.transforms import Normalize
 from util.evaluate.loop import EvalContext
@@ -33,6 +34,7 @@ class Session(NamedTuple):
     def make_context(self, args: argparse.Namespace, normalize: Normalize, batch_size: int) -> EvalContext:
         """Returns the context of an evaluation on this process's device, with the flags' precision and workers."""
         device = self.process.device
+        attention.prefer(vars(args).get("attention", "auto"), device)
         return EvalContext(
             normalize=normalize.to(device),
             autocast=distributed.precision(args.precision, device).autocast,

@@ -49,6 +49,16 @@ def refuse(parser: argparse.ArgumentParser, error: Exception, advice: str = "") 
     parser.exit(exit_code(error), f"{parser.prog}: error: {message}{advice}\n")
 
 
+def is_full_gpu(error: BaseException | None) -> bool:
+    """Whether the memory of a GPU was full. Where torch's allocator was not asked, as by cuBLAS, NCCL and the loading
+    of a kernel, the error is a RuntimeError that says so.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "_ALLOC_FAILED" in text)
+
+
 def describe_full_gpu(error: Exception, batch_size: int) -> ValueError:
     """Returns the error of a GPU whose memory is full, with the next smaller micro-batch that fits the total batch."""
     remedies = "--recompute, or --shard on several GPUs"
@@ -94,7 +104,8 @@ def exit_on_setup_errors(parser: argparse.ArgumentParser) -> Iterator[SetUp]:
         if set_up.is_over:
             raise
         remove_created(set_up.created)
-        if not isinstance(error, (ValueError, FloatingPointError, OSError, torch.OutOfMemoryError)):
+        known = (ValueError, FloatingPointError, OSError)
+        if not isinstance(error, Exception) or not (isinstance(error, known) or is_full_gpu(error)):
             raise
         distributed.shut_down()
         refuse(parser, error, "; start the same command again" if isinstance(error, OSError) else "")
@@ -108,7 +119,7 @@ def refuse_training_error(
 
     The other ranks may hang in a collective, so the process group is left as it is. batch_size: of a micro-batch.
     """
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_full_gpu(error):
         refuse(parser, describe_full_gpu(error, batch_size))
     if not isinstance(error, (ImageError, FloatingPointError, FolderInUse, TooLittleMemory, OSError)):
         raise error

@@ -25,7 +25,7 @@ from util.run.distributed import DeviceCopies, Precision, memory_scalars
 from util.run.logging import RunLog
 from util.run.shard import total_norm
 from util.run.skipping import step_if
-from util.run.supervise import BACKWARD, BETWEEN, DATA, FORWARD, StopSignal, Watchdog
+from util.run.supervise import BACKWARD, BETWEEN, DATA, DEVICE, FORWARD, StopSignal, Watchdog
 from util.text import duration
 
 SLOW_DATA = 0.1  # warn if more than this share of the time is spent waiting for data
@@ -320,8 +320,15 @@ class TrainLoop:
 
     def should_stop(self) -> bool:
         """Whether all ranks have agreed to stop after this step because of a signal."""
+        self.heartbeat(DEVICE)
         self.has_stopped = self.clock.agreed(self.stop, self.num_asked)
+        self.heartbeat(BETWEEN)
         return self.has_stopped
+
+    def should_stop_work(self) -> bool:
+        """Whether all ranks have agreed to stop in work between steps, where only this call exchanges their flags."""
+        self.num_asked = all_reduce_sum(self.stop.flag())
+        return self.should_stop()
 
     def has_ended(self) -> bool:
         """Whether the last step is done, or all ranks have agreed to stop."""
@@ -329,6 +336,7 @@ class TrainLoop:
 
     def exchange(self) -> ReportSums:
         """Sums over the ranks all that a report needs, in one all-reduce, and waits for it. All ranks must call it."""
+        self.heartbeat(DEVICE)
         rank, world_size = rank_and_world_size()
         numbers: list[float] = []
         if self.listener is not None:

@@ -10,6 +10,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from util.run.distributed import Process
+from util.run.errors import is_full_gpu
 from util.run.logging import RunLog
 from util.run.supervise import print_error
 
@@ -41,13 +42,13 @@ class Profile:
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=NUM_EVENTS)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Writes the memory, if that is why the training ends. A trace that is not complete is lost."""
         if self.profiler is not None:
             self.profiler.stop()
         if not self.remembers:
             return
-        if kind is not None and issubclass(kind, torch.OutOfMemoryError):
+        if is_full_gpu(error):
             path = self.output_dir / f"memory-{self.process.rank}.pickle"
             torch.cuda.memory._dump_snapshot(str(path))
             print_error(f"memory of process {self.process.rank}: {path}, for https://pytorch.org/memory_viz")

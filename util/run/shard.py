@@ -64,7 +64,7 @@ def wrap_model(
 
     Returns the module to call. Parameters of `optimizer` are replaced by their shards.
     """
-    attention.prefer(args.attention)
+    attention.prefer(args.attention, process.device)
     if args.recompute or args.recompute_pointwise:
         recompute_blocks(model, pointwise_only=not args.recompute)
     if args.shard:
@@ -131,6 +131,8 @@ def compile_parts(model: nn.Module) -> None:
         modules.append(teacher)
     for module in modules:
         functions += [(module, name) for name in getattr(module, "parts", ())]
+    # Else compiled blocks that are recomputed drop paths by generators of their own, which no seed of a step reaches.
+    torch._functorch.config.graphsafe_rng_functionalization = False
     config = torch._dynamo.config
     config.optimize_ddp = False  # it would cut the graph of a block where a bucket of gradients ends
     # Blocks share their code but differ in width, shift of windows and number of tokens. Dynamo counts them together.
@@ -230,22 +232,28 @@ def _replace_parameters(
 ) -> None:
     """Replaces the optimizer's parameters `before` by `after`, and shards their state alike."""
     shard_of = dict(zip(before, after, strict=True))
+    fused: set[nn.Parameter] = set()
     for group in optimizer.param_groups:
+        if group.get("fused"):
+            fused.update(group["params"])
         group["params"] = [shard_of.get(p, p) for p in group["params"]]
     for whole, parameter in shard_of.items():
         if whole is parameter or whole not in optimizer.state:
             continue
         state = optimizer.state.pop(whole)
         for name, value in state.items():
-            optimizer.state[parameter][name] = _shard_state(value, parameter)
+            optimizer.state[parameter][name] = _shard_state(value, parameter, whole in fused)
 
 
-def _shard_state(value: Any, parameter: Any) -> Any:
-    """Shards a moment like its parameter. Anything else, such as AdamW's step count, is replicated."""
+def _shard_state(value: Any, parameter: Any, is_fused: bool) -> Any:
+    """Shards a moment like its parameter. Anything else, such as AdamW's step count, is replicated.
+
+    is_fused: the optimizer reads the step count on the device. Others read it on the host.
+    """
     if not torch.is_tensor(value):
         return value
     if value.shape != parameter.shape:
-        return value.to(parameter.device)
+        return value.to(parameter.device) if is_fused else value
     moment = torch.zeros_like(parameter)  # as the optimizer allocates it: fused AdamW requires one layout
     # Every rank already holds the whole tensor, so none is sent.
     whole = dtensor.distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -83,9 +83,9 @@ class StopSignal:
 
         num_asked: the sum of all ranks' flags, [1] on the device.
         """
-        if not dist.is_initialized():
+        if not dist.is_initialized() and self.device.type != "cuda":
             return self.name is not None
-        stop = self.settle()
+        stop = self.settle()  # on a single GPU, too: so the host never runs far ahead, and its waits are measured
         self.pending = self._start_copy(num_asked)
         return stop
 
@@ -123,10 +123,12 @@ class StopSignal:
 DATA = "waiting for data"
 FORWARD = "in the forward pass"
 BACKWARD = "in the backward pass or waiting for other processes"
+DEVICE = "waiting for the device, which may wait for other processes"
 BETWEEN = "between two steps"
 TRACE = "nccl-trace-"  # name of a file, before the rank
 DUMP_SECONDS = 10.0
 PULSE = 5.0  # seconds between two looks, at most
+NATIVE_MARGIN = 120.0  # seconds that native code may hold the GIL after the limit
 SETUP_TIMEOUT = 1800.0  # seconds of a phase; rank 0 may have to download or index a data set meanwhile
 COMPILE_TIMEOUT = 3600.0  # seconds; a large model takes tens of minutes where no cache has it
 
@@ -223,10 +225,20 @@ class Watchdog(threading.Thread):
             if was_suspended:  # the whole process was, so its timer restarts
                 self.since = now
             # Native code that holds the GIL stops this thread, but not faulthandler's timer.
-            faulthandler.dump_traceback_later(5 * self.limit, exit=True, file=2)
+            faulthandler.dump_traceback_later(self._seconds_left() + self._native_margin(), exit=True, file=2)
             if self._seconds_left() == 0:
                 self._end_process()
         faulthandler.cancel_dump_traceback_later()
+
+    def _native_margin(self) -> float:
+        """Returns how much longer than the limit this thread may stand still.
+
+        When a GPU hangs, launches of compiled code hold the GIL as soon as the GPU's queue is full. Elsewhere the
+        thread most often stands still because the process is suspended.
+        """
+        if _uses_nccl():
+            return NATIVE_MARGIN
+        return 4 * self.limit
 
     def _seconds_left(self) -> float:
         if self.since is None:
@@ -241,7 +253,7 @@ class Watchdog(threading.Thread):
         if _is_in_collective():
             reason += ", and waits for other processes"
         print_error(f"{_all_stacks()}{place} {reason}; exit code {TEMPORARY}")
-        if self.folder is not None and dist.is_initialized() and dist.get_backend() == "nccl":
+        if self.folder is not None and _uses_nccl():
             writer = threading.Thread(target=dump_collectives, args=(self.folder / f"{TRACE}{self.rank}",), daemon=True)
             writer.start()
             writer.join(DUMP_SECONDS)  # the disk may be what hangs
@@ -253,6 +265,10 @@ def dump_collectives(path: Path) -> None:
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)  # private: other versions may lack it
     if dump is not None:
         path.write_bytes(dump())
+
+
+def _uses_nccl() -> bool:
+    return dist.is_initialized() and dist.get_backend() == "nccl"
 
 
 def _is_in_collective() -> bool:

@@ -145,6 +145,19 @@ def test_what_fails_in_a_worker_is_told(failure, raised, message):
         list(batches)
 
 
+def test_an_error_of_the_gpu_that_the_pinning_thread_meets_is_no_lost_worker():
+    def broken():
+        yield "batch"
+        raise RuntimeError("Caught AcceleratorError in pin memory thread for device 0.\nCUDA error: uncorrectable ECC")
+
+    batches = Loader(Blank(), [[0, 1]] * 3, stack, num_workers=1, pin_memory=False)
+    batches.stream = broken()
+    assert next(batches) == "batch"
+    with pytest.raises(RuntimeError, match="uncorrectable ECC") as error:
+        next(batches)
+    assert not isinstance(error.value, LoaderError)
+
+
 @pytest.mark.fault("F63b", "/dev/shm fills up during a run", "an I/O error that says so: saved, 75")
 def test_a_full_shared_memory_is_an_error_and_no_hang():
     """Six images make a batch of 3 MB instead of 0.5, for which a real file system of 2 MB has no space."""

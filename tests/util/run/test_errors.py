@@ -9,7 +9,7 @@ from torch._utils import ExceptionWrapper
 
 from tests.runs import pretrain
 from util.data.images import ImageError
-from util.run.errors import refuse
+from util.run.errors import is_full_gpu, refuse
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,18 @@ def test_a_full_gpu_ends_a_run_with_one_sentence(photos, tmp_path, capsys, befor
     message = pretrain.refused(capsys, photos, tmp_path / "out", *flags)
     assert f"error: CUDA out of memory, {said}" in message
     assert len(message.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("NCCL error in: ProcessGroupNCCL.cpp: Cuda failure 2 'out of memory'", True),
+        ("CUDA error: out of memory", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("shape '[2, 3]' is invalid for input of size 5", False),
+    ],
+)
+def test_memory_that_a_library_of_a_gpu_did_not_get_is_told_from_bugs(text, expected):
+    assert is_full_gpu(RuntimeError(text)) == expected
+    assert not is_full_gpu(ValueError(text))

@@ -260,6 +260,13 @@ def _reshard(rank):
             assert isinstance(block.norm1.weight, shard.dtensor.DTensor) == reshard
 
 
+@pytest.mark.parametrize(("is_fused", "place"), [(True, "meta"), (False, "cpu")])
+def test_a_step_count_lies_where_the_optimizer_reads_it(is_fused, place):
+    """The device here is "meta". On the host, a count on the device would cost a wait for each parameter."""
+    parameter = torch.nn.Parameter(torch.empty(3, device="meta"))
+    assert shard._shard_state(torch.tensor(7.0), parameter, is_fused).device.type == place
+
+
 def test_parameters_may_stay_gathered_until_the_backward_pass():
     run_in_two_processes(_reshard)
 

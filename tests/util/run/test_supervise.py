@@ -221,6 +221,14 @@ def test_what_may_compile_has_more_time():
     assert limits == [3600, 600, 3600]
 
 
+@pytest.mark.parametrize(("backend", "margin"), [("nccl", 120), ("gloo", 2400), (None, 2400)])
+def test_native_code_that_holds_the_gil_has_little_time_where_a_gpu_may_hang(monkeypatch, backend, margin):
+    """A launch of compiled code holds it, while the queue of a GPU is full. Elsewhere a process may be suspended."""
+    group = SimpleNamespace(is_initialized=lambda: backend is not None, get_backend=lambda: backend)
+    monkeypatch.setattr(supervise, "dist", group)
+    assert Watchdog(timeout=600, first=600)._native_margin() == margin
+
+
 def test_the_set_up_of_several_processes_has_half_an_hour_for_each_phase(monkeypatch):
     watchdog = Watchdog(timeout=600, first=3600)
     watchdog.begin_phase("images")
