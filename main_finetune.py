@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from encoders import models_swin
+from encoders import models_relative_vit, models_swin
 from encoders.classifiers import MODELS, build_classifier, load_classifier, plain_size
 from encoders.load import load_encoder
 from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch
@@ -231,8 +231,13 @@ def check_flags(args: argparse.Namespace, plan: Plan) -> None:
         raise ValueError(f"--clip_crop goes without --aa and --color_jitter, got {args.aa!r} and {args.color_jitter}")
     if (args.mixup or args.cutmix) and batch_size % 2:
         raise ValueError(f"mixup pairs the images of a batch, so --batch_size must be even, got {batch_size}")
-    if args.trainable_blocks == 0 and args.model in models_swin.__all__:
-        raise ValueError(f"--trainable_blocks 0, linear probing, is for ViTs; --model {args.model} has no probe")
+    if args.trainable_blocks == 0 and args.model in (*models_swin.__all__, *models_relative_vit.__all__):
+        raise ValueError(
+            f"--trainable_blocks 0, linear probing, reads a class token, which --model {args.model} does not offer: "
+            "downstream/probe/main_probe.py probes its patch tokens"
+        )
+    if args.drop_path == 1:
+        raise ValueError("--drop_path must be below 1, got 1.0")
     if args.trainable_blocks == 0 and batch_size == 1:
         raise ValueError("a linear probe's BatchNorm needs more than one image a micro-batch, got --batch_size 1")
 

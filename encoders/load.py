@@ -13,7 +13,7 @@ unused_keys: beginnings of an encoder's parameters that it does not use.
 adapt_weights(tensors): returns the weights under names of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -44,7 +44,7 @@ Part = Literal["all", "encoder", "blocks"]
 
 # Beginnings of an encoder's keys. Weights with such a key that the model lacks are those of another network. Positions
 # may be a table or biases, and a classifier with mean pooling has another final norm: PATCH_KEYS are the others.
-PATCH_KEYS = ("patch_embed.", "blocks.", "layers.", "norm_pre.", "reg_token")
+PATCH_KEYS = ("patch_embed.", "blocks.", "layers.", "norm_pre.", "pre_norm.", "reg_token")
 ENCODER_KEYS = (*PATCH_KEYS, "cls_token", "pos_embed", "norm.", "rel_pos_bias.")
 
 
@@ -246,6 +246,7 @@ def fit(model: nn.Module, weights: Weights, part: Part = "encoder", classes: Seq
     """
     tensors, remarks = _rename_for(model, weights)
     label = weights.what
+    _refuse_other_heads(model, weights.settings, label)
     if part == "all":
         checkpoint.load_strict(model, tensors, f"the weights in {label}")
         return LoadReport(loaded=list(tensors), resized=[], missing=[], unexpected=[], remarks=remarks)
@@ -264,8 +265,10 @@ def fit(model: nn.Module, weights: Weights, part: Part = "encoder", classes: Seq
     remarks += fit_patch_embed(fitting, model_state, label, type(model).__name__)
     resized = fit_tables(fitting, weights.settings, model_state, model, label)
     if part == "blocks":
+        has_other_grid = "pos_embed" in resized  # tables of decoders may have as many tokens, in other places
         for key, value in list(fitting.items()):
-            if value.shape != model_state[key].shape and not _is_of_blocks(key):
+            is_misplaced = has_other_grid and key.endswith(".pos_embed")
+            if is_misplaced or (value.shape != model_state[key].shape and not _is_of_blocks(key)):
                 del fitting[key]
 
     missing = [key for key in model_state if key not in fitting]
@@ -307,11 +310,23 @@ def _refuse_misfits(missing: Sequence[str], misshaped: Sequence[str], label: str
         raise CheckpointError(f"{label} does not hold the encoder of this {class_name}: {'; '.join(problems)}")
 
 
+def _refuse_other_heads(model: nn.Module, settings: Mapping[str, Any], label: str) -> None:
+    """Raises CheckpointError if blocks have another number of heads than the file says. Shapes do not show it."""
+    expected = settings.get("num_heads")
+    for block in getattr(model, "blocks", ()):
+        heads = getattr(block.attn, "num_heads", expected)
+        if expected is not None and heads != expected:
+            raise CheckpointError(f"{label} has {expected} heads, this {type(model).__name__} has {heads}")
+
+
 def _refuse_foreign_parts(model: nn.Module, keys: Sequence[str], part: Part, label: str) -> None:
     expected = [key for key in keys if not key.startswith(getattr(model, "unused_keys", ()))]
     # The final norm and the positions of a classifier or of a pre-training model may be others.
     may_differ = part == "blocks" or hasattr(model, "head")
-    refuse_foreign(model, expected, label, PATCH_KEYS if may_differ else ENCODER_KEYS)
+    prefixes = PATCH_KEYS if may_differ else ENCODER_KEYS
+    if part == "encoder" and not hasattr(model, "pos_embed"):
+        prefixes = (*prefixes, "pos_embed")  # learnt with the encoder
+    refuse_foreign(model, expected, label, prefixes)
 
 
 def refuse_foreign(model: nn.Module, keys: Sequence[str], label: str, prefixes: tuple[str, ...]) -> None:

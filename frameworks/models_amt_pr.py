@@ -22,7 +22,7 @@ from torch import Tensor
 
 from encoders.models_absolute_vit import AbsoluteViTEncoder
 from framework import Framework
-from frameworks.models_simmim_pr import SimMIMOnViT, rename_release
+from frameworks.models_simmim_pr import SimMIMOnViT, rename_release, tokens_of_32_px
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import BASE, MICRO, MINI
 from peer_sampling import weighted_permutation
@@ -153,8 +153,10 @@ class AMTSimMIMViT(AMTMasking, SimMIMOnViT, AbsoluteViTEncoder):
     release = "AMT"
     method = Method(mask_ratio=0.7, throw_ratio=0.26)
 
-    def __init__(self, mask_unit: int = 2, **arguments: Any) -> None:
-        super().__init__(mask_unit=mask_unit, **arguments)
+    def __init__(self, mask_unit: int | None = 2, patch_size: int = 16, **arguments: Any) -> None:
+        if mask_unit is None:
+            mask_unit = tokens_of_32_px(patch_size)
+        super().__init__(mask_unit=mask_unit, patch_size=patch_size, **arguments)
         self.add_head()
 
     def count_tokens(self) -> TokenCounts:
@@ -187,4 +189,4 @@ amt_vit_mini_patch4 = partial(AMTViT, **MINI, decoder_embed_dim=128, decoder_dep
 amt_vit_base_patch16 = partial(AMTViT, **BASE)
 amt_simmim_vit_micro_patch4 = partial(AMTSimMIMViT, **MICRO)
 amt_simmim_vit_mini_patch4 = partial(AMTSimMIMViT, **MINI)
-amt_simmim_vit_base_patch16 = partial(AMTSimMIMViT, **(BASE | {"drop_path_rate": 0.1}))
+amt_simmim_vit_base_patch16 = partial(AMTSimMIMViT, **BASE | {"drop_path_rate": 0.1, "mask_unit": None})

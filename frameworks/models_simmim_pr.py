@@ -98,16 +98,26 @@ class SimMIMOnViT(SimMIM):
         return self.predict(self.forward_encoder(patches, order))
 
 
+def tokens_of_32_px(patch_size: int) -> int:
+    """Returns the side of SimMIM's masked squares, in tokens. ValueError if they are no whole tokens."""
+    if 32 % patch_size:
+        raise ValueError(f"SimMIM masks squares of 32 px, which --patch_size must divide, got {patch_size}")
+    return 32 // patch_size
+
+
 class SimMIMViT(SimMIMOnViT, RelativeViTEncoder):
     """A ViT with a shared relative-position bias, whose encoder also runs on mask tokens, and a linear head.
 
+    mask_unit: None: SimMIM's squares of 32 px.
     arguments: of `framework.Framework`, which takes the method, and of `RelativeViTEncoder`.
     """
 
     method = Method(mask_ratio=0.6, throw_ratio=0.3)
 
-    def __init__(self, mask_unit: int = 2, **arguments: Any) -> None:
-        super().__init__(mask_unit=mask_unit, **arguments)
+    def __init__(self, mask_unit: int | None = 2, patch_size: int = 16, **arguments: Any) -> None:
+        if mask_unit is None:
+            mask_unit = tokens_of_32_px(patch_size)
+        super().__init__(mask_unit=mask_unit, patch_size=patch_size, **arguments)
         self.add_head()
 
     def encode_kept(self, tokens: Tensor, order: TokenOrder) -> Tensor:
@@ -190,7 +200,7 @@ def reorder_head(value: Tensor, stride: int) -> Tensor:
 
 simmim_vit_micro_patch4 = partial(SimMIMViT, **MICRO)
 simmim_vit_mini_patch4 = partial(SimMIMViT, **MINI)
-simmim_vit_base_patch16 = partial(SimMIMViT, **(BASE | {"drop_path_rate": 0.1}))
+simmim_vit_base_patch16 = partial(SimMIMViT, **BASE | {"drop_path_rate": 0.1, "mask_unit": None})
 simmim_swin_micro_patch4_window4 = partial(SimMIMSwin, **models_swin.MICRO)
 simmim_swin_base_patch4_window6 = partial(SimMIMSwin, **(models_swin.BASE | {"img_size": 192, "window_size": 6}))
 simmim_swin_large_patch4_window12 = partial(SimMIMSwin, **(models_swin.LARGE | {"img_size": 192, "window_size": 12}))

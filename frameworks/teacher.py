@@ -64,7 +64,7 @@ class Teacher(ViTEncoder):
         q_weight, k_weight, _ = last_block.attn.qkv.weight.chunk(3)
         q_bias, k_bias, _ = last_block.attn.qkv.bias.chunk(3)
         ids_keys = order.ids_shuffle[:, :num_keys]
-        patches = order.take(x[:, 1:], ids_keys)  # [B, num_keys, T]
+        patches = order.take(x[:, self.num_cls_tokens :], ids_keys)  # [B, num_keys, T]
         scale = (self.embed_dim // self.num_heads) ** -0.5
         keys = F.linear(patches, k_weight, k_bias) * scale
         cls_query = F.linear(x[:, :1], q_weight, q_bias)
@@ -98,12 +98,12 @@ class Teacher(ViTEncoder):
         return features
 
     def _forward_blocks(self, imgs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (features [B, N, T], input of the last block [B, 1 + N, T])."""
+        """Returns (features [B, N, T], input of the last block [B, P + N, T])."""
         x = self.prepend_cls_token(self.embed(imgs))
         for block in self.blocks[:-1]:
             x = block(x)
         last_two = x + self.blocks[-1](x)
-        return last_two[:, 1:] / 2, x
+        return last_two[:, self.num_cls_tokens :] / 2, x
 
 
 def attention_logits(q: Tensor, k: Tensor, num_heads: int) -> Tensor:

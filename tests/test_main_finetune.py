@@ -395,6 +395,7 @@ def test_a_probe_s_running_statistics_are_the_checkpoint_s_in_every_process(labe
         ("--batch_size 3", "so --batch_size must be even, got 3"),
         ("--aa rnd-m9", "timm does not know the augmentation policy 'rnd-m9'"),
         ("--drop_path 1.5", "--drop_path must be at most 1, got 1.5"),
+        ("--drop_path 1", "--drop_path must be below 1, got 1.0"),
         ("--layer_decay 0", "--layer_decay must lie in (0, 1], got 0.0"),
         ("--clip_crop", "--clip_crop goes without --aa"),
         ("--crop_pct 2", "crop_pct must lie in (0, 1], got 2.0"),
@@ -445,7 +446,7 @@ def test_weights_that_do_not_fit_are_refused_before_the_first_step(labelled, pre
 def test_relative_positions_have_no_probe(labelled, pretrained, tmp_path, capsys):
     flags = ("--model", "relative_vit_micro_patch4", "--trainable_blocks", 0)
     message = finetune.refused(capsys, labelled, tmp_path, *flags, "--finetune", pretrained)
-    assert "unknown --global_pool 'token', choose from avg" in message
+    assert "reads a class token, which --model relative_vit_micro_patch4 does not offer" in message
 
 
 def test_a_broken_validation_image_keeps_the_epoch(labelled, tmp_path, capsys):

@@ -21,11 +21,12 @@ AUX_CHANNELS = 256
 
 
 class ConvModule(nn.Module):
-    """Convolution without bias, BatchNorm over all processes, ReLU."""
+    """Convolution without bias, BatchNorm over all processes, ReLU. Initialised as mmcv's."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, padding=kernel_size // 2, bias=False)
+        nn.init.kaiming_normal_(self.conv.weight, mode="fan_out", nonlinearity="relu")
         self.bn = SyncBatchNorm2d(out_channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

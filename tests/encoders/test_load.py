@@ -4,11 +4,14 @@ import argparse
 import json
 
 import pytest
+import timm
 import torch
 from safetensors.torch import save_file
 from timm.data import ImageNetInfo
 
+from encoders.classifiers import load_classifier
 from encoders.load import LoadReport, fit, load_encoder, load_model, read
+from encoders.models_relative_vit import relative_vit_micro_patch4
 from encoders.models_swin import swin_micro_patch4_window4
 from frameworks.models_simmim_pr import simmim_vit_micro_patch4
 from models_mae_pr import mae_vit_micro_patch4
@@ -196,6 +199,32 @@ def test_blocks_of_simmim_keep_their_table(tmp_path):
     assert torch.equal(table, source.rel_pos_bias.relative_position_bias_table)
 
 
+def test_a_decoder_keeps_its_positions_on_another_grid_of_as_many_tokens(tmp_path):
+    """They are frozen, so those of a square grid would be wrong for the whole run."""
+    torch.save({"model": mae_vit_micro_patch4(img_size=32).state_dict()}, tmp_path / "mae.pth")
+    model = mae_vit_micro_patch4(img_size=(16, 64))
+    expected = model.decoder.pos_embed.clone()
+    report = load_encoder(model, tmp_path / "mae.pth", "blocks")
+    assert report.resized == ["pos_embed"]
+    assert torch.equal(model.decoder.pos_embed, expected)
+
+
+def test_positions_that_a_model_has_no_place_for_are_refused(tmp_path):
+    """Those of a UPerNet on a relative ViT, for example: the classifier knows relative positions alone."""
+    weights = relative_vit_micro_patch4(num_classes=3).state_dict()
+    torch.save({"model": weights}, tmp_path / "w.pth")
+    assert not load_encoder(relative_vit_micro_patch4(num_classes=3), tmp_path / "w.pth").unexpected
+    torch.save({"model": weights | {"pos_embed": torch.ones(1, 65, 96)}}, tmp_path / "w.pth")
+    with pytest.raises(CheckpointError, match="holds another kind of encoder: .* has no pos_embed"):
+        load_encoder(relative_vit_micro_patch4(num_classes=3), tmp_path / "w.pth")
+
+
+def test_a_norm_before_the_blocks_is_refused(tmp_path):
+    torch.save({"model": encoder_weights() | {"pre_norm.weight": torch.ones(48)}}, tmp_path / "w.pth")
+    with pytest.raises(CheckpointError, match="has no pre_norm.weight"):
+        load_encoder(a_classifier(), tmp_path / "w.pth")
+
+
 def test_a_swin_of_more_blocks_is_refused(tmp_path):
     torch.save({"model": swin_micro_patch4_window4(depths=(2, 6)).state_dict()}, tmp_path / "w.pth")
     with pytest.raises(CheckpointError, match=r"this SwinTransformer has no layers\.1\.blocks\.4\.norm1\.weight"):
@@ -253,6 +282,23 @@ def test_folders_of_transformers(tmp_path, layout):
     assert not report.unexpected
     assert "LayerNorms with eps 1e-12, here eps is 1e-06" in str(report)
     assert_holds(model, source.state_dict(), source.state_dict())
+
+
+def test_another_number_of_heads_is_refused(tmp_path):
+    """The shapes are the same."""
+    folder = transformers_folder(tmp_path / "vit", random_vit(ViTEncoder, num_heads=6))
+    with pytest.raises(CheckpointError, match="has 6 heads, this VisionTransformer has 3"):
+        load_encoder(a_classifier(), folder)
+
+
+def test_folders_of_timm_say_their_statistics_and_view(tmp_path):
+    """As timm writes them, unlike the folders of scripts/export.py, whose files say them, too."""
+    theirs = timm.create_model("vit_tiny_patch16_224", num_classes=2)
+    theirs.pretrained_cfg |= {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "crop_pct": 0.9}
+    timm.models.save_for_hf(theirs, tmp_path / "vit", safe_serialization=True)
+    weights = read(tmp_path / "vit")
+    assert weights.pixels == {"pixels": "uint8", "mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4]}
+    assert load_classifier(tmp_path / "vit").settings["crop_pct"] == 0.9
 
 
 def test_a_missing_shard_is_named(tmp_path):

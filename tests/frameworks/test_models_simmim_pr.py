@@ -16,6 +16,7 @@ from encoders.models_relative_vit import (
     relative_position_index,
     relative_vit_base_patch16,
 )
+from frameworks import registry
 from frameworks.models_simmim_pr import (
     SimMIMSwin,
     SimMIMViT,
@@ -371,3 +372,12 @@ def test_the_bias_is_laid_out_for_fused_attention():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert model.rel_pos_bias().dtype == torch.bfloat16
     assert lookup_bias(torch.zeros(4, 4, dtype=torch.int64), torch.ones(3, 2)).shape == (2, 4, 4)
+
+
+@pytest.mark.parametrize("name", ["simmim_vit_base_patch16", "amt_simmim_vit_base_patch16"])
+def test_masked_squares_have_32_px_whatever_the_patches(name):
+    with torch.device("meta"):
+        assert registry.MODELS[name]().mask_unit == 2
+        assert registry.MODELS[name](patch_size=8).mask_unit == 4
+        with pytest.raises(ValueError, match="squares of 32 px, which --patch_size must divide, got 28"):
+            registry.MODELS[name](patch_size=28)

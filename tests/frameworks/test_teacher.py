@@ -58,6 +58,20 @@ def test_features_equal_those_of_timm(tmp_path, form):
 
 
 @torch.no_grad()
+def test_patches_follow_all_class_tokens(tmp_path):
+    """timm's register tokens are class tokens here, as in Pixio's setting."""
+    theirs = timm_vit(reg_tokens=3, no_embed_class=False)
+    torch.save(theirs.state_dict(), tmp_path / "teacher.pth")
+    teacher = open_teacher(str(tmp_path / "teacher.pth"), (32, 32), 4)
+    imgs = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(teacher.features(imgs), features_of(theirs, imgs), rtol=1e-4, atol=1e-4)
+    student = mae_vit_micro_patch4(throw_ratio=0.5)
+    features, rows, _ = teacher(imgs, TokenOrder(orders(student, 2), student.counts), 64, topk=5)
+    assert features.shape == (2, 64, 96)
+    assert rows.shape == (2, 3, 6, 64)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("num_keys", [64, 32])
 def test_attention_equals_that_of_timm(tmp_path, num_keys):
     theirs = timm_vit()

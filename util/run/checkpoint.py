@@ -557,11 +557,15 @@ def exported_info(facts: Mapping[str, Any]) -> CheckpointInfo:
 
 
 def _add_config(info: CheckpointInfo, path: Path) -> CheckpointInfo:
-    """Adds what the config of a file of Transformers says, whatever the file itself does not say.
+    """Adds what the config of a folder of timm or Transformers says, whatever the file itself does not say.
 
     Files of others are left as they are.
     """
     config = _read_json(path.with_name("config.json"))
+    if "pretrained_cfg" in config:
+        images = config["pretrained_cfg"]
+        view = {name: images[name] for name in ("mean", "std", "crop_pct") if images.get(name) is not None}
+        return replace(info, settings={**view, **info.settings}, pixels=info.pixels or "uint8")
     if config.get("model_type") not in ("vit", "vit_mae"):
         return info
     if config.get("hidden_act", "gelu") != "gelu":
