@@ -107,12 +107,23 @@ def end_stopped(job: Any, requeue: Callable[[int, None], object]) -> None:
     if job.global_rank != 0:
         sys.exit(0)
     # A job that is ending has been requeued already, or cancelled.
-    if job.cluster == "slurm" and slurm_state(job.job_id) != "RUNNING":
+    if job.cluster == "slurm" and wait_for_state(job.job_id) != "RUNNING":
         sys.exit(TEMPORARY)
     try:
         requeue(signal.SIGUSR2, None)
     except subprocess.CalledProcessError:  # the job was requeued or cancelled meanwhile
         sys.exit(TEMPORARY)
+
+
+def wait_for_state(job_id: str) -> str | None:
+    """Returns the job's state as `slurm_state` does. A busy SLURM that does not answer is asked again for a minute."""
+    state = slurm_state(job_id)
+    for _ in range(6):
+        if state is not None:
+            break
+        time.sleep(10)
+        state = slurm_state(job_id)
+    return state
 
 
 def slurm_state(job_id: str) -> str | None:

@@ -145,7 +145,9 @@ def call(command: Sequence[str]) -> int:
             not_told.pop().terminate()
 
     # Before the child starts: the default action of a signal would end this process alone, and leave the child.
-    previous = {number: signal.signal(number, stop) for number in SIGNALS}
+    # A signal that is ignored stays ignored: nohup has SIGHUP ignored.
+    handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, stop) for number in handled}
     try:
         # In a session of its own: the terminal's Ctrl-C would reach torchrun and its processes a second time.
         with subprocess.Popen(command, start_new_session=True) as process:

@@ -193,7 +193,8 @@ def test_the_watchdog_hears_every_batch(data, tmp_path, monkeypatch):
     heard = []
     monkeypatch.setattr(Training, "heartbeat", lambda self: heard.append(self.loop.step))
     pretrain(data, tmp_path, *KNN, "--max_steps", 1)
-    assert heard == [0] * (3 + 2 + 4)  # batches of 24 and of 10 images, and four searches
+    # The beginning, batches of 24 and of 10 images, and four searches; then the beginning of a picture.
+    assert heard == [0] * (1 + 3 + 2 + 4) + [1]
 
 
 def write_twins(root):

@@ -201,10 +201,20 @@ def test_a_stopped_run_is_requeued_once(monkeypatch, rank, state, rejected, code
         raise SystemExit("requeued")
 
     monkeypatch.setattr(submitit_launch, "slurm_state", lambda job_id: state)
+    monkeypatch.replace_in(submitit_launch, "time.sleep", lambda seconds: None)
     with pytest.raises(SystemExit) as end:
         submitit_launch.end_stopped(SimpleNamespace(cluster="slurm", global_rank=rank, job_id="77"), requeue)
     assert end.value.code == code
     assert calls == [signal.SIGUSR2] * requeues
+
+
+def test_a_busy_slurm_is_asked_again(monkeypatch):
+    answers = [None, None, "RUNNING", None]
+    waits = []
+    monkeypatch.setattr(submitit_launch, "slurm_state", lambda job_id: answers.pop(0))
+    monkeypatch.replace_in(submitit_launch, "time.sleep", waits.append)
+    assert submitit_launch.wait_for_state("77") == "RUNNING"
+    assert waits == [10, 10]
 
 
 LOCAL = ["--cluster", "local", "--gpus_per_node", "0"]

@@ -74,20 +74,26 @@ def run_on_rank0(function: Callable[[], T]) -> T:
 
 
 def run_everywhere(function: Callable[[], T]) -> T:
-    """Calls `function` on every rank. If it raises ValueError or OSError on one rank, all ranks raise."""
+    """Calls `function` on every rank. If it raises ValueError or OSError on one rank, all ranks raise.
+
+    If the storage of a rank has failed, the others raise OSError, too: a later start may succeed.
+    """
     error_of_rank: Exception | None = None
+    kind: type[Exception] = ValueError
     message: str | None = None
     try:
         result = function()
     except (ValueError, OSError) as error:
         error_of_rank = error
         message = str(error)
-    messages = gather_objects(message)
+        if isinstance(error, OSError) and not isinstance(error, PermissionError):
+            kind = OSError
+    failures = gather_objects((kind, message))
     if error_of_rank is not None:
         raise error_of_rank
-    for rank, message in enumerate(messages):
+    for rank, (kind, message) in enumerate(failures):
         if message is not None:
-            raise ValueError(f"rank {rank} failed: {message}")
+            raise kind(f"rank {rank} failed: {message}")
     return result
 
 

@@ -1,9 +1,11 @@
 """Signals to reproduce_table.py, in a process of its own: one that nothing handles would end the tests."""
 
 import signal
+import sys
 
 import pytest
 
+from scripts import reproduce_table
 from tests.until import wait_until
 from tests.warm import Python
 
@@ -38,6 +40,10 @@ def start(*args, **options):
     os.kill(os.getpid(), number)
     return process
 
+if number == signal.SIGINT:
+    signal.signal(number, signal.default_int_handler)
+else:
+    signal.signal(number, signal.SIG_DFL)  # whatever started the tests may ignore it
 if {while_starting}:
     reproduce_table.subprocess = StandIn(subprocess, Popen=start)
 before = signal.getsignal(number)
@@ -46,6 +52,16 @@ try:
 except (KeyboardInterrupt, reproduce_table.StoppedError) as stop:
     print(repr(stop), open("saved").read(), signal.getsignal(number) == before)
 """
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    """nohup has SIGHUP ignored."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        hang_up = "import os, signal; os.kill(os.getppid(), signal.SIGHUP)"
+        assert reproduce_table.call([sys.executable, "-c", hang_up]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, previous)
 
 
 @pytest.mark.parametrize("while_starting", [False, True])

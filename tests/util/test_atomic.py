@@ -2,6 +2,8 @@
 
 import errno
 import os
+import stat
+from contextlib import nullcontext
 
 import pytest
 
@@ -71,6 +73,20 @@ def test_a_durable_file_is_synced_before_and_after_the_rename(tmp_path, monkeypa
         temporary.write_text("x")
     assert existed == [False, True]
     assert path.read_text() == "x"
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_a_mount_that_cannot_sync_folders_is_written_to(tmp_path, monkeypatch, number):
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        os.fsync(descriptor)
+
+    monkeypatch.replace_in(atomic, "os.fsync", fsync)
+    refusal = nullcontext() if number == errno.EINVAL else pytest.raises(OSError)
+    with refusal, replaced_file(tmp_path / "state.pth", durable=True) as temporary:
+        temporary.write_text("x")
+    assert (tmp_path / "state.pth").read_text() == "x"
 
 
 def test_a_new_folder_appears_as_a_whole(tmp_path):

@@ -25,7 +25,7 @@ from safetensors.numpy import save
 
 from util.atomic import replaced_file
 from util.data.folders import is_hidden, is_image, split_of
-from util.data.images import EncodedImages, ImageError, retry_io
+from util.data.images import FILE_ERRORS, EncodedImages, ImageError, retry_io
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels
 from util.text import count_of, shorten
 
@@ -60,6 +60,12 @@ class TarScan:
     num_ignored: int = 0
 
 
+def refuse_storage_error(error: Exception) -> None:
+    """Raises the error again if the storage has failed, which may pass: then the file is not to blame."""
+    if isinstance(error, OSError) and error.errno is not None and error.errno not in FILE_ERRORS:
+        raise error
+
+
 def scan_tar(path: Path) -> TarScan:
     """Finds the images in a tar by its headers. Nothing is extracted. ValueError names a tar that cannot be read."""
     try:
@@ -68,6 +74,7 @@ def scan_tar(path: Path) -> TarScan:
     except MemberError as error:
         raise ValueError(f"in {str(path)!r}: {error}") from error
     except (tarfile.TarError, OSError, ValueError) as error:
+        refuse_storage_error(error)
         raise ValueError(f"{str(path)!r} cannot be read as a tar: {error}; copy, download or pack it again") from error
 
 
@@ -251,6 +258,7 @@ def read_index(path: Path) -> tuple[Rows, dict[str, Any]]:
             raise ValueError("its content does not match its SHA-256")
         return rows, json.loads(text)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        refuse_storage_error(error)
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{str(path)!r} is not a valid index of tars ({reason}): copy or pack it again") from error
 

@@ -41,11 +41,26 @@ LEFTOVERS = (
 )
 LOCK = ".lock"
 FILES = ("log.txt", "log.jsonl", "settings.json", "results.json")  # of a run that trains
+# Errors of a path that will never be writable. Others, such as a full disk or a stale handle, may pass.
+WRONG_PATH = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.ENOENT,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.EINVAL,
+)
 LOCK_WAIT = 120  # seconds; NFS releases the locks of a lost client after 90
 
 
 def writable_folder(path: str | Path, created: list[Path] | None = None) -> Path:
-    """Creates the folder. Raises ValueError if files cannot be written there. `created` gets the folders made."""
+    """Creates the folder. ValueError if files cannot be written there, OSError if that may pass.
+
+    `created` gets the folders made.
+    """
     try:
         if created is not None:
             created += (folder for folder in (*reversed(Path(path).parents), Path(path)) if not folder.exists())
@@ -53,6 +68,8 @@ def writable_folder(path: str | Path, created: list[Path] | None = None) -> Path
         with tempfile.TemporaryFile(dir=path):
             return Path(path)
     except OSError as error:
+        if error.errno not in WRONG_PATH:
+            raise
         raise ValueError(f"--output_dir {str(path)!r} cannot be written to ({error}); choose another folder") from error
 
 
@@ -93,15 +110,16 @@ class FolderLock:
         self.path = Path(folder) / LOCK
         here = socket.gethostname()
         end = time.monotonic() + LOCK_WAIT
-        paths = [self.path.with_name(name) for name in (LOCK, *FILES)]
-        new = [path for path in paths if not path.exists()]
+        is_new = not self.path.exists()
         while True:
             self.file = open(self.path, "a+")
             try:
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not self.is_lost() or time.monotonic() > end:
                     if created is not None:
-                        created += new
+                        paths = [self.path.with_name(name) for name in FILES]
+                        created += [self.path] * is_new
+                        created += [path for path in paths if not path.exists()]  # by now: another start may have ended
                     break
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EAGAIN):

@@ -44,7 +44,7 @@ class RunLog:
         for report in read_reports(path):
             if report["step"] <= self.last_kept and "interim" not in report:
                 self.reports.append(report)
-        with replaced_file(path) as temporary:
+        with replaced_file(path, durable=True) as temporary:
             temporary.write_text("".join(json.dumps(report) + "\n" for report in self.reports))
         self.json_lines = open(path, "a", encoding="utf-8")
         self.tensorboard: Any = None  # an EventFile, made with the first report: a start that fails leaves none

@@ -179,6 +179,8 @@ def find_notes(before: CheckpointInfo, now: CheckpointInfo, flag_changes: Change
             note += "; compiled code draws other random numbers, so drop path differs"
         notes.append(note)
     notes += find_code_change(before.run, now.run)
+    if before.run.torch != now.run.torch:
+        notes.append(f"note: torch was {before.run.torch} and now is {now.run.torch}: the last bits may differ")
     return notes
 
 

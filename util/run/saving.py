@@ -8,6 +8,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +119,8 @@ class CheckpointSaver:
         copy = self.copies.take(state, keep=self.start.process.is_main)
         run_on_rank0(lambda: self.begin_write(step, copy))
         if final or is_new_folder:
-            run_on_rank0(lambda: self.join(required=True))
+            with self.waiting():
+                run_on_rank0(lambda: self.join(required=True))
         if is_new_folder:
             raise FolderLost(f"{str(self.output_dir)!r} was deleted while the run went on; step {step} is saved there")
 
@@ -200,7 +202,14 @@ class CheckpointSaver:
 
     def finish(self) -> None:
         """Waits on all ranks, which must call it, until the write in flight is complete."""
-        run_on_rank0(self.join)
+        with self.waiting():
+            run_on_rank0(self.join)
+
+    def waiting(self) -> AbstractContextManager:
+        """Context of waiting for a write, so that the watchdog does not end it."""
+        if self.loop.watchdog is None:
+            return nullcontext()
+        return self.loop.watchdog.saving()
 
     def __enter__(self) -> "CheckpointSaver":
         return self
@@ -216,7 +225,8 @@ class CheckpointSaver:
             self.save(final=True)
         if kind is FloatingPointError:
             self.finish()
-        self.join()
+        with self.waiting():
+            self.join()
         self.thread.shutdown()
 
     def step_of_weights(self) -> int:

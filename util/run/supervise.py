@@ -124,6 +124,7 @@ DATA = "waiting for data"
 FORWARD = "in the forward pass"
 BACKWARD = "in the backward pass or waiting for other processes"
 DEVICE = "waiting for the device, which may wait for other processes"
+SAVING = "waiting for a checkpoint to be written"
 BETWEEN = "between two steps"
 TRACE = "nccl-trace-"  # name of a file, before the rank
 DUMP_SECONDS = 10.0
@@ -203,6 +204,16 @@ class Watchdog(threading.Thread):
             self.limit = self.first
         yield
         self.limit = before
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Context of waiting until a checkpoint is written. A slow storage has half an hour."""
+        before = self.limit
+        self.limit = max(before, SETUP_TIMEOUT)
+        self.heartbeat(self.step, SAVING)
+        yield
+        self.limit = before
+        self.heartbeat(self.step, BETWEEN)
 
     def __enter__(self) -> "Watchdog":
         self.start()

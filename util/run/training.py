@@ -224,6 +224,7 @@ class Training:
             if work.is_due() and not collectives.run_on_rank0(work.is_done):
                 if not self.loop.has_stopped:
                     with self.watchdog.first_time(type(work)):
+                        self.heartbeat()  # from now on it is watched, also before the first step of a start
                         work.perform()
                     self.loop.clock.restart()  # it does not count as training
                 if self.loop.has_stopped:

@@ -1,13 +1,19 @@
 """Which checkpoint a run resumes from if the record of one is missing."""
 
+import errno
 import json
+import os
+import re
 import shutil
 
 import pytest
 import torch
 
 from tests.runs import info_of_run
+from tests.two_processes import run_in_two_processes
+from util import collectives
 from util.run import checkpoint
+from util.run import folder as folder_module
 from util.run.checkpoint import CheckpointError, prune_checkpoints, read_checkpoint, save_checkpoint
 from util.run.folder import find_checkpoint
 
@@ -125,3 +131,47 @@ def test_rank_0_hashes_a_checkpoint_once(tmp_path, monkeypatch, rank, is_named, 
     path, _ = find_checkpoint(out, str(saved))
     checkpoint.read_checkpoint(path, is_verified=rank == 0)
     assert hashed == [saved] * num_hashes
+
+
+@pytest.mark.parametrize(("number", "raised"), [(errno.EACCES, ValueError), (errno.EROFS, ValueError)])
+def test_a_folder_that_cannot_be_written_to_is_the_users_error(tmp_path, monkeypatch, number, raised):
+    monkeypatch.replace_in(folder_module, "tempfile.TemporaryFile", fails_with(number))
+    with pytest.raises(raised, match="cannot be written to .*choose another folder"):
+        folder_module.writable_folder(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO])
+def test_a_storage_that_fails_may_work_later(tmp_path, monkeypatch, number):
+    monkeypatch.replace_in(folder_module, "tempfile.TemporaryFile", fails_with(number))
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))):
+        folder_module.writable_folder(tmp_path)
+
+
+def fails_with(number):
+    def fail(**_):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def _fails_on_rank_1(rank, kind):
+    errors = {
+        "stale": OSError(errno.ESTALE, "stale"),
+        "denied": PermissionError(errno.EACCES, "denied"),
+        "bug": ValueError("wrong"),
+    }
+
+    def work():
+        if rank == 1:
+            raise errors[kind]
+
+    try:
+        collectives.run_everywhere(work)
+    except (ValueError, OSError) as error:
+        return type(error).__name__
+    return ""
+
+
+@pytest.mark.parametrize(("kind", "on_rank_0"), [("stale", "OSError"), ("denied", "ValueError"), ("bug", "ValueError")])
+def test_a_storage_that_fails_on_one_rank_is_no_error_of_the_user_on_another(kind, on_rank_0):
+    assert run_in_two_processes(_fails_on_rank_1, kind)[0] == on_rank_0

@@ -39,6 +39,7 @@ def a_saver(folder, model=None, step=0, keep_every=1000, rank=0, world_size=1, l
         step=0,
         last_step=100,
         num_micro=0,
+        watchdog=None,
         meter=Meter(CPU),
         device=CPU,
         log=Log(),

@@ -221,6 +221,17 @@ def test_what_may_compile_has_more_time():
     assert limits == [3600, 600, 3600]
 
 
+def test_a_write_of_a_checkpoint_has_half_an_hour():
+    watchdog = Watchdog(timeout=600, first=600)
+    watchdog.heartbeat(7, supervise.FORWARD)
+    with watchdog.saving():
+        assert (watchdog.limit, watchdog.step, watchdog.activity) == (1800, 7, supervise.SAVING)
+    assert (watchdog.limit, watchdog.activity) == (600, supervise.BETWEEN)
+    patient = Watchdog(timeout=7200, first=7200)
+    with patient.saving():
+        assert patient.limit == 7200
+
+
 @pytest.mark.parametrize(("backend", "margin"), [("nccl", 120), ("gloo", 2400), (None, 2400)])
 def test_native_code_that_holds_the_gil_has_little_time_where_a_gpu_may_hang(monkeypatch, backend, margin):
     """A launch of compiled code holds it, while the queue of a GPU is full. Elsewhere a process may be suspended."""
