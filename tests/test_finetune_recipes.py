@@ -120,7 +120,7 @@ FLAGS = """
     warmup_lr lr_schedule lr_steps clip_grad cls_token_layer_decay train_pos_embed cls_token_mlp num_cls_tokens
     dataset data_path image_column label_column loader crop_scale num_workers max_bad_fraction
     aa color_jitter smoothing reprob remode recount mixup cutmix mixup_prob mixup_switch_prob mixup_mode clip_crop
-    eval_every crop_pct in_chans mean std nodata mask_band bands
+    eval_every crop_pct in_chans mean std nodata mask_band bands all_valid
     output_dir resume allow_changes device precision attention compile recompute recompute_pointwise shard reshard
     dist_timeout check_nodes max_steps save_every save_minutes save_steps print_freq profile
 """

@@ -93,6 +93,8 @@ def scale_of(name: str, mask_unit: int | None = None) -> dict[str, Any]:
         sizes["embed_dim"] = 32
         sizes["num_heads"] = 2
         sizes["depth"] = min(12, full["depth"])
+        if "simmim" in name and name in registry.MODELS:
+            sizes["mask_unit"] = 2  # tokens, as with patches of 16 px
     if name in registry.MODELS and "simmim" not in name:
         sizes |= DECODER
     return sizes

@@ -113,7 +113,7 @@ def test_results_know_their_encoder(photos, labelled, tmp_path, capsys):
     ("flags", "code", "messages"),
     [
         ("--model vit_base_patch16 --finetune {base}", 4, ["made as mae_vit_micro_patch4", "of width 96", "width 768"]),
-        ("--model swin_micro_patch4_window4 --trainable_blocks 0", 2, ["swin_micro_patch4_window4 has no probe"]),
+        ("--model swin_micro_patch4_window4 --trainable_blocks 0", 2, ["swin_micro_patch4_window4 does not offer"]),
         ("--eval --resume {tuned} --model vit_mini_patch4", 2, ["has vit_micro_patch4: leave it out"]),
         ("--resume {base}", 2, ["is a run of main_pretrain.py", "give it as --finetune"]),
     ],
