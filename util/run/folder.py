@@ -117,8 +117,9 @@ class FolderLock:
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not self.is_lost() or time.monotonic() > end:
                     if created is not None:
+                        if is_new:
+                            created.append(self.path)
                         paths = [self.path.with_name(name) for name in FILES]
-                        created += [self.path] * is_new
                         created += [path for path in paths if not path.exists()]  # by now: another start may have ended
                     break
             except OSError as error:
