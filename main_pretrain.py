@@ -191,8 +191,8 @@ def make_optimizer(model: Framework, args: argparse.Namespace, lr: float) -> tor
 def split_matrices(groups: Sequence[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
     """Splits parameter groups into the matrices of transformer blocks, for Muon, and all else, for its AdamW.
 
-    Swin's tables of relative positions are no matrices.
-    Muon's updates then have the root mean square of AdamW's, so that both take the same learning rates.
+    Swin's tables of relative positions are no matrices. Muon's updates have the root mean square of AdamW's, so that
+    both take the same learning rates.
     """
     matrices: set[nn.Parameter] = set()
     for block in shard.blocks_of(model):
@@ -292,8 +292,12 @@ class FirstShapes:
         optimizer = self.training.loop.optimizer
         if optimizer.state:
             return []
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return [torch.empty_like(parameter) for parameter in parameters if parameter.requires_grad for _ in range(2)]
+        room = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    room += [torch.empty_like(parameter), torch.empty_like(parameter)]
+        return room
 
     def examples(self, img_size: tuple[int, int]) -> list[tuple[torch.Tensor, ...]]:
         """Returns a micro-batch of black images for each combination of shapes."""

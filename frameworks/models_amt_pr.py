@@ -14,7 +14,6 @@ With `--progressive` they get PR-MIM's aggregation, which nobody has published.
 
 import math
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from encoders.models_absolute_vit import AbsoluteViTEncoder
 from framework import Framework
-from frameworks.models_simmim_pr import SimMIMOnViT, rename_release, tokens_of_32_px
+from frameworks.models_simmim_pr import SimMIMOnViT, rename_release
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import BASE, MICRO, MINI
 from peer_sampling import weighted_permutation
@@ -152,12 +151,6 @@ class AMTSimMIMViT(AMTMasking, SimMIMOnViT, AbsoluteViTEncoder):
 
     release = "AMT"
     method = Method(mask_ratio=0.7, throw_ratio=0.26)
-
-    def __init__(self, mask_unit: int | None = 2, patch_size: int = 16, **arguments: Any) -> None:
-        if mask_unit is None:
-            mask_unit = tokens_of_32_px(patch_size)
-        super().__init__(mask_unit=mask_unit, patch_size=patch_size, **arguments)
-        self.add_head()
 
     def count_tokens(self) -> TokenCounts:
         """Returns AMT's token counts. Before there are maps, as many units are masked at random and none is thrown."""

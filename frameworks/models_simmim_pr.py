@@ -55,11 +55,23 @@ class SimMIM(PixelFramework):
         return self.error(pred, imgs, pixels, order).abs().mean()
 
 
-class SimMIMOnViT(SimMIM):
-    """What SimMIM has on any ViT: mask tokens that run through the encoder, a linear head, an L1 loss."""
+def tokens_of_32_px(patch_size: int) -> int:
+    """Returns the side of SimMIM's masked squares, in tokens. ValueError if they are no whole tokens."""
+    if 32 % patch_size:
+        raise ValueError(f"SimMIM masks squares of 32 px, which --patch_size must divide, got {patch_size}")
+    return 32 // patch_size
 
-    def add_head(self) -> None:
-        """Adds mask token, head and aggregation. A subclass calls it last."""
+
+class SimMIMOnViT(SimMIM):
+    """What SimMIM has on any ViT: mask tokens that run through the encoder, a linear head, an L1 loss.
+
+    mask_unit: side of the masked squares in tokens; None: that of SimMIM's squares of 32 px.
+    """
+
+    def __init__(self, mask_unit: int | None = 2, patch_size: int = 16, **arguments: Any) -> None:
+        if mask_unit is None:
+            mask_unit = tokens_of_32_px(patch_size)
+        super().__init__(mask_unit=mask_unit, patch_size=patch_size, **arguments)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
         nn.init.trunc_normal_(self.mask_token, std=0.02, a=-0.02, b=0.02)
         self.pred = nn.Linear(self.embed_dim, self.patch_size**2 * self.in_chans)
@@ -98,27 +110,13 @@ class SimMIMOnViT(SimMIM):
         return self.predict(self.forward_encoder(patches, order))
 
 
-def tokens_of_32_px(patch_size: int) -> int:
-    """Returns the side of SimMIM's masked squares, in tokens. ValueError if they are no whole tokens."""
-    if 32 % patch_size:
-        raise ValueError(f"SimMIM masks squares of 32 px, which --patch_size must divide, got {patch_size}")
-    return 32 // patch_size
-
-
 class SimMIMViT(SimMIMOnViT, RelativeViTEncoder):
     """A ViT with a shared relative-position bias, whose encoder also runs on mask tokens, and a linear head.
 
-    mask_unit: None: SimMIM's squares of 32 px.
-    arguments: of `framework.Framework`, which takes the method, and of `RelativeViTEncoder`.
+    arguments: of `SimMIMOnViT`, of `framework.Framework`, which takes the method, and of `RelativeViTEncoder`.
     """
 
     method = Method(mask_ratio=0.6, throw_ratio=0.3)
-
-    def __init__(self, mask_unit: int | None = 2, patch_size: int = 16, **arguments: Any) -> None:
-        if mask_unit is None:
-            mask_unit = tokens_of_32_px(patch_size)
-        super().__init__(mask_unit=mask_unit, patch_size=patch_size, **arguments)
-        self.add_head()
 
     def encode_kept(self, tokens: Tensor, order: TokenOrder) -> Tensor:
         """Thrown tokens have no row and no column in the bias."""

@@ -201,7 +201,7 @@ def test_the_watchdog_waits_for_heartbeats_and_for_what_may_compile(codes, monke
         return looks[-1]
 
     monkeypatch.replace_in(supervise, "time.monotonic", look)
-    with Watchdog(timeout=0.01, first=3600) as watchdog:
+    with Watchdog(timeout=1, first=3600) as watchdog:
         if has_begun:
             watchdog.heartbeat(0, supervise.FORWARD)
         wait_until(lambda: len(looks) > 20)
