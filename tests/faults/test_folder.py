@@ -25,6 +25,7 @@ from tests.runs import assert_same_state, finetune, pretrain, refused, reports
 from tests.until import wait_until
 from util.run import checkpoint
 from util.run.checkpoint import newest_checkpoint, prune_checkpoints, save_checkpoint
+from util.run.folder import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534  # the user without rights
@@ -42,6 +43,31 @@ def test_a_lost_step_is_logged_once(photos, tmp_path):
     assert [report["step"] for report in reports(out)] == [1, 2, 3, 4, 5, 6]
     events = EventAccumulator(str(out / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.fault(
+    "U94", "another run is started in a folder whose checkpoints were removed", "results and log of the first are kept"
+)
+def test_a_run_without_its_checkpoints_is_set_aside(labelled, tmp_path, capsys):
+    out = tmp_path / "out"
+    finetune(labelled, out)
+    before = {}
+    for name in ("log.jsonl", "settings.json", "results.json", "checkpoint-best.pth", "checkpoint-best.json"):
+        before[name] = (out / name).read_bytes()
+    for path in checkpoint.list_checkpoints(out):
+        path.unlink()
+        path.with_suffix(".json").unlink()
+    finetune(labelled, out, "--seed", 1, "--max_steps", 5)
+    assert "its log and results are in earlier-1" in capsys.readouterr().out
+    for name, content in before.items():
+        assert (out / "earlier-1" / name).read_bytes() == content
+    assert list((out / "earlier-1" / "tensorboard").iterdir())
+    # What goes on there is a run like one in an empty folder.
+    ours = finetune(labelled, out, "--seed", 1)
+    assert_same_state(ours, finetune(labelled, tmp_path / "fresh", "--seed", 1))
+    for name in ("last", "best"):
+        assert read_json(out / "results.json")[name] == read_json(tmp_path / "fresh" / "results.json")[name]
+    assert [path.name for path in out.glob("earlier-*")] == ["earlier-1"]
 
 
 @pytest.mark.fault("F36", "all checkpoints damaged", "exit code 4; no start from scratch by accident")

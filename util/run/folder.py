@@ -41,6 +41,16 @@ LEFTOVERS = (
 )
 LOCK = ".lock"
 FILES = ("log.txt", "log.jsonl", "settings.json", "results.json")  # of a run that trains
+# What a run that starts anew would replace or continue. The log comes last: see `set_aside_earlier_run`.
+REPORTS = (
+    "results.json",
+    "checkpoint-best.pth",
+    "checkpoint-best.json",
+    "settings.json",
+    "tensorboard",
+    "attention",
+    "log.jsonl",
+)
 # Errors of a path that will never be writable. Others, such as a full disk or a stale handle, may pass.
 WRONG_PATH = (
     errno.EACCES,
@@ -216,6 +226,25 @@ def read_reports(log: Path) -> list[dict[str, Any]]:
     return [report for report in reports if isinstance(report, dict) and isinstance(report.get("step"), int)]
 
 
+def set_aside_earlier_run(folder: Path) -> list[str]:
+    """Moves what an earlier run has reported to `earlier-1`, or the next free number. Returns a note for the log.
+
+    Its checkpoints were removed, or it was killed before the first one. For a run that begins in this folder.
+    """
+    evaluated = [folder / "results.json", folder / "checkpoint-best.pth"]
+    if not read_reports(folder / "log.jsonl") and not any(path.exists() for path in evaluated):
+        return []
+    number = 1
+    while (folder / f"earlier-{number}").exists():
+        number += 1
+    aside = folder / f"earlier-{number}"
+    aside.mkdir()
+    for name in REPORTS:
+        if (folder / name).exists():
+            (folder / name).rename(aside / name)
+    return [f"note: the folder held a run without a checkpoint to resume: its log and results are in {aside.name}"]
+
+
 def write_json(path: Path, content: object) -> None:
     with replaced_file(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1) + "\n")
@@ -243,6 +272,11 @@ class Start:
     resume_path: Path | None  # the checkpoint that the run continues from
     origin: StartInfo
     lock: FolderLock | None  # rank 0 holds the folder until its process ends
+
+    @property
+    def is_resumed_here(self) -> bool:
+        """Whether the run continues one of its own folder."""
+        return self.resume_path is not None and not self.began_elsewhere
 
     @property
     def began_elsewhere(self) -> bool:

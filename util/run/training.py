@@ -27,7 +27,7 @@ from util.run.distributed import precision
 from util.run.ending import end_after_signal, finish_run
 from util.run.errors import refuse_training_error
 from util.run.flags import RunSchedule
-from util.run.folder import write_json
+from util.run.folder import set_aside_earlier_run, write_json
 from util.run.loader import Batches, BatchSource
 from util.run.logging import RunLog
 from util.run.loop import TrainLoop
@@ -98,6 +98,8 @@ class Training:
         last_step = schedule.num_steps
         if args.max_steps is not None:
             last_step = min(last_step, args.max_steps)
+        if not run.start.is_resumed_here:
+            run.note(*collectives.run_on_rank0(lambda: set_aside_earlier_run(run.output_dir)))
         self.log = RunLog(run.output_dir, run.first_step, last_step, process.is_main, schedule.steps_per_epoch)
         self.wrapped = wrap_model(model, optimizer, args, plan.precision, plan.accum_iter, process)
         self.watchdog = run.watchdog
