@@ -368,16 +368,18 @@ def test_the_names_of_the_map_are_in_the_files_of_their_rows() -> None:
     "F54", "the guide's batch script, alone and in an array: srun ends with a code", "requeued if that can help"
 )
 @pytest.mark.parametrize(
-    ("code", "moved", "state", "requeued"),
+    ("code", "restarts", "moved", "state", "requeued"),
     [
-        (0, True, "RUNNING", False),
-        (2, True, "RUNNING", False),
-        (3, True, "RUNNING", False),
-        (75, False, "RUNNING", True),
-        (140, False, "RUNNING", True),  # killed by USR2 before the run could handle it
-        (137, True, "RUNNING", True),
-        (137, False, "RUNNING", False),
-        (143, True, "COMPLETING", False),  # cancelled
+        (0, 0, True, "RUNNING", False),
+        (2, 0, True, "RUNNING", False),
+        (3, 0, True, "RUNNING", False),
+        (75, 0, False, "RUNNING", True),
+        (75, 50, False, "RUNNING", False),
+        (75, 50, True, "RUNNING", True),
+        (140, 0, False, "RUNNING", True),  # killed by USR2 before the run could handle it
+        (137, 0, True, "RUNNING", True),
+        (137, 0, False, "RUNNING", False),
+        (143, 0, True, "COMPLETING", False),  # cancelled
     ],
 )
 @pytest.mark.parametrize(
@@ -390,6 +392,7 @@ def test_the_names_of_the_map_are_in_the_files_of_their_rows() -> None:
 )
 def test_the_batch_script_requeues_what_can_go_on(
     code: int,
+    restarts: int,
     moved: bool,
     state: str,
     requeued: bool,
@@ -408,7 +411,7 @@ def test_the_batch_script_requeues_what_can_go_on(
     fake(tmp_path / "srun", f"{moves}; exit {code}")
     fake(tmp_path / "squeue", f'[ "$3" = {job} ] && echo {state}')
     fake(tmp_path / "scontrol", f'echo "$@" >> {shlex.quote(str(called))}')
-    environment = variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment = variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_RESTART_COUNT": str(restarts)}
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment)
     assert done.returncode == code
     assert called.exists() == requeued
