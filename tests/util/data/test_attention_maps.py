@@ -1,3 +1,5 @@
+"""Attention maps: the weights of a view's tokens, the views of the transforms, and the file that workers read."""
+
 import math
 import pickle
 
@@ -25,23 +27,31 @@ def random_views(num, seed=0):
     rng = np.random.default_rng(seed)
     for _ in range(num):
         height, width = rng.uniform(0.2, 1, 2)
-        yield CropBox(rng.uniform(0, 1 - height), rng.uniform(0, 1 - width), height, width, bool(rng.integers(2)))
+        top = rng.uniform(0, 1 - height)
+        left = rng.uniform(0, 1 - width)
+        yield CropBox(top, left, height, width, flip=bool(rng.integers(2)))
 
 
 def slow_weight(cells, view, token, patch):
     """The mean over one token's pixels of a map that is bilinear between its cells' centres, pixel by pixel."""
-    rows, columns = len(cells), len(cells[0])
+    rows = len(cells)
+    columns = len(cells[0])
 
     def at(row, column):
-        return cells[min(max(row, 0), rows - 1)][min(max(column, 0), columns - 1)]
+        row = min(max(row, 0), rows - 1)
+        column = min(max(column, 0), columns - 1)
+        return cells[row][column]
 
     total = 0.0
     for y in range(token[0] * patch, (token[0] + 1) * patch):
         for x in range(token[1] * patch, (token[1] + 1) * patch):
-            shown = columns * patch - 1 - x if view.flip else x
+            shown = x
+            if view.flip:
+                shown = columns * patch - 1 - x
             v = (view.top + view.height * (y + 0.5) / (rows * patch)) * rows - 0.5
             u = (view.left + view.width * (shown + 0.5) / (columns * patch)) * columns - 0.5
-            i, j = math.floor(v), math.floor(u)
+            i = math.floor(v)
+            j = math.floor(u)
             upper = at(i, j) * (j + 1 - u) + at(i, j + 1) * (u - j)
             lower = at(i + 1, j) * (j + 1 - u) + at(i + 1, j + 1) * (u - j)
             total += upper * (i + 1 - v) + lower * (v - i)
@@ -50,14 +60,13 @@ def slow_weight(cells, view, token, patch):
 
 def test_weights_are_the_mean_of_the_bilinear_map_over_each_token(tmp_path):
     maps = np.random.default_rng(1).random((9, 5, 7)).astype(np.float16)
-    views = [
-        *random_views(7),
-        CropBox(0, 0, 1, 1, False),
-        CropBox(-0.1, 0.3, 0.8, 0.75, True),
-    ]  # the last one is padded
+    whole = CropBox(0, 0, 1, 1, flip=False)
+    padded = CropBox(-0.1, 0.3, 0.8, 0.75, flip=True)
+    views = [*random_views(7), whole, padded]
     indices = [3, 0, 8, 3, 1, 2, 7, 4, 5]
     weights = AttentionMaps(written(tmp_path, maps), 3).token_weights(list(zip(indices, views, strict=True)))
-    assert weights.shape == (9, 35) and weights.dtype == np.float32
+    assert weights.shape == (9, 35)
+    assert weights.dtype == np.float32
     for found, index, view in zip(weights, indices, views, strict=True):
         cells = maps[index].astype(np.float64).tolist()
         expected = [slow_weight(cells, view, divmod(token, 7), 3) for token in range(35)]
@@ -67,29 +76,36 @@ def test_weights_are_the_mean_of_the_bilinear_map_over_each_token(tmp_path):
 def test_the_released_crop_reads_the_corner_of_the_map(tmp_path):
     """The public code slices the map at offsets that are whole images, and resizes the slice to the view."""
     maps = torch.rand(6, 14, 14, generator=torch.Generator().manual_seed(0)).half()
-    H, W, patch = 100, 80, 4
+    H = 100  # of the images
+    W = 80
+    patch = 4
     boxes = [(0, 0, 50, 40), (30, 20, 40, 50), (50, 10, 50, 60), (10, 30, 60, 50), (0, 0, 100, 80), (60, 40, 40, 40)]
-    views = [(i, CropBox(t / H, x / W, h / H, w / W, i % 2 == 1)) for i, (t, x, h, w) in enumerate(boxes)]
+    views = []
+    for i, (top, left, height, width) in enumerate(boxes):
+        views.append((i, CropBox(top / H, left / W, height / H, width / W, flip=i % 2 == 1)))
     found = AttentionMaps(written(tmp_path, maps.numpy()), patch, "released").token_weights(views)
+    shapes = set()
     for i, (top, left, height, width) in enumerate(boxes):
         part = maps[i, top // H : (top + height) // H + 2, left // W : (left + width) // W + 2].float()
+        shapes.add(tuple(part.shape))
         pixels = F.interpolate(part[None, None], size=(14 * patch, 14 * patch), mode="bilinear", align_corners=False)
-        pixels = pixels.flip(-1) if i % 2 else pixels
+        if i % 2 == 1:
+            pixels = pixels.flip(-1)
         expected = F.avg_pool2d(pixels, patch).flatten()
         torch.testing.assert_close(torch.from_numpy(found[i]), expected, atol=1e-6, rtol=1e-5)
-    parts = {((t + h) // H + 2, (x + w) // W + 2) for t, x, h, w in boxes}
-    assert parts == {(2, 2), (3, 2), (2, 3), (3, 3)}
+    assert shapes == {(2, 2), (3, 2), (2, 3), (3, 3)}
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_the_hot_token_lies_where_the_view_shows_it(tmp_path, padded):
+@pytest.mark.parametrize("transform", [RandomResizedCropFlip(32, seed=1), PaddedCropFlip(32, seed=1)])
+def test_the_hot_token_lies_where_the_view_shows_it(tmp_path, transform):
     """One cell of the image is white. After crop and flip the heaviest token is a white one.
 
     What the released crop reads does not follow the image.
     """
-    rng, size, hits, flips = np.random.default_rng(0), 32, {}, set()
-    maps, views, whitest = [], [], []
-    transform = PaddedCropFlip(size, seed=1) if padded else RandomResizedCropFlip(size, seed=1)
+    rng = np.random.default_rng(0)
+    maps = []
+    views = []
+    whiteness = []  # of each view's tokens
     for index in range(80):
         height, width = SIZES[index % 4]
         row, column = rng.integers(1, 7, 2)  # the outer cells are also seen in the padding, by reflection
@@ -100,16 +116,20 @@ def test_the_hot_token_lies_where_the_view_shows_it(tmp_path, padded):
         shown = F.avg_pool2d(transform(img, 2, index)[:1].float(), 4).flatten()
         if shown.max() < 100:
             continue  # the cell is outside of the view, or at its border
+        views.append((len(maps), transform.crop_box((height, width), 2, index)))
         maps.append(cells)
-        views.append((len(maps) - 1, transform.crop_box((height, width), 2, index)))
-        whitest.append(shown)
-        flips.add(views[-1][1].flip)
+        whiteness.append(shown)
     path = written(tmp_path, np.stack(maps))
+    hits = {}
     for crop in ("view", "released"):
         heaviest = AttentionMaps(path, 4, crop).token_weights(views).argmax(axis=1)
-        hits[crop] = sum(shown[token] > 0.5 * shown.max() for shown, token in zip(whitest, heaviest, strict=True))
-    assert len(views) > 30 and flips == {True, False}
-    assert hits["view"] >= 0.95 * len(views) and hits["released"] < 0.5 * len(views)
+        hits[crop] = 0
+        for shown, token in zip(whiteness, heaviest, strict=True):
+            hits[crop] += bool(shown[token] > 0.5 * shown.max())
+    assert len(views) > 30
+    assert {view.flip for _, view in views} == {True, False}
+    assert hits["view"] >= 0.95 * len(views)
+    assert hits["released"] < 0.5 * len(views)
 
 
 @pytest.mark.parametrize("transform", [RandomResizedCropFlip(32, seed=3), PaddedCropFlip(32, seed=3)])
@@ -117,16 +137,18 @@ def test_a_view_is_what_the_transform_shows(transform):
     """The image is a ramp. The first and last pixels of the view tell where the view begins and ends."""
     flips = set()
     for index in range(24):
-        height, width = SIZES[index % 4][0] * 5, SIZES[index % 4][1] * 5
-        ramp = torch.linspace(0, 255, height)[:, None].expand(height, width)
-        side = torch.linspace(0, 255, width).expand(height, width)
-        img = torch.stack([ramp, side, side]).to(torch.uint8)
+        height, width = (5 * length for length in SIZES[index % 4])
+        down = torch.linspace(0, 255, height)[:, None].expand(height, width)
+        across = torch.linspace(0, 255, width).expand(height, width)
+        img = torch.stack([down, across, across]).to(torch.uint8)
         crop = transform(img, 1, index).float() / 255
         view = transform.crop_box((height, width), 1, index)
         flips.add(view.flip)
         place = (0.5 + torch.arange(32)) / 32
         assert (crop[0, 2:-2, 5] - (view.top + view.height * place[2:-2])).abs().median() < 0.02
-        columns = crop[1, 5].flip(0) if view.flip else crop[1, 5]
+        columns = crop[1, 5]
+        if view.flip:
+            columns = columns.flip(0)
         assert (columns[2:-2] - (view.left + view.width * place[2:-2])).abs().median() < 0.02
     assert flips == {True, False}
 
@@ -140,29 +162,36 @@ def test_the_view_of_a_replaced_image_names_the_image_that_was_read(tmp_path):
     assert len(dataset[(5, 1)]) == 3
     dataset.with_boxes = True
     img, _, address, (found, view) = dataset[(5, 1)]
-    assert address == (5, 1) and found == 2  # drawn for address 1, from image 2
+    assert address == (5, 1)
+    assert found == 2  # drawn for address 1, from image 2
     assert view == transform.crop_box((50, 60), 5, 1)
-    assert torch.equal(img, transform(torch.from_numpy(dataset.images.load(2)[0]).permute(2, 0, 1), 5, 1))
-    assert dataset[(5, 3)][3][0] == 3
+    pixels, _ = dataset.images.load(2)
+    assert torch.equal(img, transform(torch.from_numpy(pixels).permute(2, 0, 1), 5, 1))
+    *_, (found, _) = dataset[(5, 3)]
+    assert found == 3
 
 
 def test_squash_shows_the_whole_image(tmp_path):
     img = torch.zeros(3, 40, 100, dtype=torch.uint8)
     img[:, 20:, 50:] = 255
     small = Squash((16, 32))(img)
-    assert small.shape == (3, 16, 32) and small.is_contiguous()
+    assert small.shape == (3, 16, 32)
+    assert small.is_contiguous()
     assert small[0].float().mean() == pytest.approx(255 / 4, abs=2)
-    assert small[0, 12, 24] == 255 and small[0, 3, 24] == small[0, 12, 7] == 0
+    assert small[0, 12, 24] == 255
+    assert small[0, 3, 24] == small[0, 12, 7] == 0
 
 
 def test_maps_travel_to_workers_by_their_path(tmp_path):
     path = written(tmp_path, np.random.default_rng(0).random((50, 14, 14)))
-    maps, views = AttentionMaps(path, 16), [(i, view) for i, view in enumerate(random_views(50))]
+    maps = AttentionMaps(path, 16)
+    views = list(enumerate(random_views(50)))
     expected = maps.token_weights(views)  # opens the file
     sent = pickle.dumps(maps)
     assert len(sent) < 1000
     assert np.array_equal(pickle.loads(sent).token_weights(views), expected)
-    assert not maps.maps.flags.writeable and maps.maps.dtype == np.float16
+    assert not maps.maps.flags.writeable
+    assert maps.maps.dtype == np.float16
     before = maps.maps[3].copy()
     write_maps(path, np.zeros((50, 14, 14)))  # a new file takes the name; the open one stays
     assert np.array_equal(maps.maps[3], before)
