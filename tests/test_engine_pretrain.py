@@ -520,7 +520,8 @@ def test_a_process_that_waits_for_the_device_says_so():
 
     driver.loop.stop = SimpleNamespace(agreed=agreed)
     assert not driver.loop.should_stop()
-    assert seen == [supervise.DEVICE] and told[-1] == supervise.BETWEEN
+    assert seen == [supervise.DEVICE]
+    assert told[-1] == supervise.BETWEEN
 
 
 def _stops_in_work(rank):

@@ -124,7 +124,8 @@ def test_loss_and_gradients_equal_a_slow_derivation(name, norm_pix_loss, imgs):
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
     found = gradients(model)
-    assert found.keys() == gradients(twin).keys() and found
+    assert found.keys() == gradients(twin).keys()
+    assert found
     for parameter, gradient in gradients(twin).items():
         torch.testing.assert_close(found[parameter], gradient, rtol=1e-8, atol=1e-12)
 
@@ -154,7 +155,8 @@ def test_loss_and_gradients_are_finite_where_nothing_is_valid(imgs):
     batch[0] = torch.nan
     losses = model(*batch_of(model, batch))
     losses["pixel"].backward()
-    assert losses["pixel"] > 0 and all(g.isfinite().all() for g in gradients(model).values())
+    assert losses["pixel"] > 0
+    assert all(g.isfinite().all() for g in gradients(model).values())
     nothing = model(*batch_of(model, torch.full_like(imgs, torch.nan)))
     assert nothing["pixel"] == 0
 
@@ -325,7 +327,8 @@ def test_a_resumed_run_equals_an_undisturbed_one(scans, tmp_path, undisturbed_ru
     for name, value in state(expected)["model"].items():
         assert torch.equal(value, resumed["model"][name]), name
     losses = [report["loss"] for report in reports(expected) if "loss" in report]
-    assert len(losses) > 3 and all(math.isfinite(loss) for loss in losses)
+    assert len(losses) > 3
+    assert all(math.isfinite(loss) for loss in losses)
 
 
 def test_the_loss_of_a_run_is_that_of_its_model_on_images_with_nan(scans, tmp_path):
@@ -347,7 +350,8 @@ def test_the_loss_of_a_run_is_that_of_its_model_on_images_with_nan(scans, tmp_pa
 def test_a_resumed_run_refuses_other_marks(scans, tmp_path, capsys):
     pretrain(scans / "nan", tmp_path / "run", *NAN, "--max_steps", 1)
     said = pretrain.refused(capsys, scans / "nan", tmp_path / "run", "--nodata", 0)
-    assert "nodata" in said and "nan" in said
+    assert "nodata" in said
+    assert "nan" in said
     pretrain(scans / "nan", tmp_path / "run", *NAN, "--max_steps", 2)  # NaN equals NaN here
 
 

@@ -73,15 +73,18 @@ def test_thirteen_bands_of_which_some_files_have_ten_in_pre_training(satellite, 
     whole = np.stack([images.load(i)[0][:, :, 12] for i in range(len(images))])
     assert mean[12] == pytest.approx(np.nanmean(whole.astype(np.float64)) / 65535, rel=1e-9)
     found = [report for report in reports(encoder) if report.get("rankme") is not None]
-    assert len(found) == 3 and all("knn_top1" in report for report in found)
+    assert len(found) == 3
+    assert all("knn_top1" in report for report in found)
 
 
 def test_a_classifier_of_thirteen_bands_is_evaluated_and_exported(satellite, encoder, classifier, tmp_path):
     log = (classifier / "log.txt").read_text()
-    assert "pixel mean and deviation are those of the encoder" in log and "was trained with" not in log
+    assert "pixel mean and deviation are those of the encoder" in log
+    assert "was trained with" not in log
     results = json.loads((classifier / "results.json").read_text())
     expected = evaluate(satellite, classifier)["loss"]
-    assert math.isfinite(expected) and expected == pytest.approx(results["last"]["val_loss"], rel=1e-5)
+    assert math.isfinite(expected)
+    assert expected == pytest.approx(results["last"]["val_loss"], rel=1e-5)
     export(classifier, tmp_path / "folder")
     export(encoder, tmp_path / "e.safetensors")
     assert "invalid pixels, and bands that an image lacks, are 0" in (tmp_path / "folder" / "README.md").read_text()
@@ -95,7 +98,8 @@ def test_a_probe_reads_the_marks_of_the_run(satellite, encoder, tmp_path):
     words = [encoder, *flags, "--data_path", satellite, "--output_dir", tmp_path]
     main_probe.main([str(word) for word in words])
     content = json.loads((tmp_path / "probe.json").read_text())
-    assert content["settings"]["nodata"] == 0.0 and content["settings"]["bands"] == [list(BANDS)]
+    assert content["settings"]["nodata"] == 0.0
+    assert content["settings"]["bands"] == [list(BANDS)]
     nearest = max(row.get("k", 0) for row in content["results"])
     top1 = {(row.get("scaling"), row["feature"]): row["top1"] for row in content["results"] if row.get("k") == nearest}
     last = [report for report in reports(encoder) if report.get("rankme") is not None][-1]
@@ -159,7 +163,8 @@ def test_a_model_that_has_learnt_with_a_mask_is_evaluated_on_images_without_one(
     probe = [str(word) for word in (*words, "--output_dir", tmp_path / "probe")]
     with pytest.raises(SystemExit):
         main_probe.main(probe)
-    assert "expect files of 4 bands" in (error := capsys.readouterr().err) and "--all_valid" in error
+    assert "expect files of 4 bands" in (error := capsys.readouterr().err)
+    assert "--all_valid" in error
     main_probe.main([*probe, "--all_valid"])
     settings = json.loads((tmp_path / "probe" / "probe.json").read_text())["settings"]
     assert "mask_band" not in settings

@@ -123,7 +123,8 @@ def test_views_undo_the_target_normalisation():
     model.reconstruct = lambda imgs, ids: (target, None)
     (view,) = model.views(imgs, ids, lambda imgs: imgs)
     torch.testing.assert_close(view.prediction, imgs, rtol=1e-5, atol=1e-5)
-    assert torch.equal(view.truth, imgs) and view.errors.max() < 1e-9
+    assert torch.equal(view.truth, imgs)
+    assert view.errors.max() < 1e-9
 
 
 @pytest.mark.parametrize("throw_ratio", [0.0, 0.5])
@@ -146,11 +147,15 @@ def test_official_names_and_shapes_of_vit_base():
     with torch.device("meta"):
         model = models_mae_pr.mae_vit_base_patch16(throw_ratio=0.0)
     shapes = {k: tuple(v.shape) for k, v in official_state_dict(model).items()}
-    assert shapes["cls_token"] == (1, 1, 768) and shapes["pos_embed"] == (1, 197, 768)
+    assert shapes["cls_token"] == (1, 1, 768)
+    assert shapes["pos_embed"] == (1, 197, 768)
     assert shapes["patch_embed.proj.weight"] == (768, 3, 16, 16)
-    assert shapes["blocks.11.attn.qkv.weight"] == (2304, 768) and shapes["blocks.0.mlp.fc1.bias"] == (3072,)
-    assert shapes["decoder_embed.weight"] == (512, 768) and shapes["mask_token"] == (1, 1, 512)
-    assert shapes["decoder_pos_embed"] == (1, 197, 512) and shapes["decoder_blocks.7.norm2.weight"] == (512,)
+    assert shapes["blocks.11.attn.qkv.weight"] == (2304, 768)
+    assert shapes["blocks.0.mlp.fc1.bias"] == (3072,)
+    assert shapes["decoder_embed.weight"] == (512, 768)
+    assert shapes["mask_token"] == (1, 1, 512)
+    assert shapes["decoder_pos_embed"] == (1, 197, 512)
+    assert shapes["decoder_blocks.7.norm2.weight"] == (512,)
     assert shapes["decoder_pred.weight"] == (768, 512)
     assert sum(v.numel() for v in model.state_dict().values()) == 111_907_840  # with both position tables
 

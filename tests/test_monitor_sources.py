@@ -63,7 +63,8 @@ def test_the_monitor_names_its_flag_if_the_validation_split_has_no_classes(tmp_p
     with pytest.raises(SystemExit):
         watch(tmp_path / "data", tmp_path / "out")
     message = capsys.readouterr().err
-    assert "error: --knn_every: 12 images of" in message and "Without --knn_every, the run reads no" in message
+    assert "error: --knn_every: 12 images of" in message
+    assert "Without --knn_every, the run reads no" in message
 
 
 @pytest.mark.parametrize("has_val", [True, False])

@@ -46,15 +46,19 @@ def test_the_guide_leads_from_a_folder_to_a_timm_model(tmp_path, monkeypatch):
     output = tmp_path / "output"
     reports = [json.loads(line) for line in (output / "bands" / "log.jsonl").read_text().splitlines()]
     watched = [report for report in reports if "rankme" in report]
-    assert [report["step"] for report in watched] == [0, 1] and all("knn_top1" in report for report in watched)
-    assert (output / "bands.png").exists() and (output / "bands_probe" / "probe.json").exists()
+    assert [report["step"] for report in watched] == [0, 1]
+    assert all("knn_top1" in report for report in watched)
+    assert (output / "bands.png").exists()
+    assert (output / "bands_probe" / "probe.json").exists()
     config = json.loads((tmp_path / "bands_encoder" / "config.json").read_text())
     assert config["pretrained_cfg"]["input_size"] == [5, 64, 64]
     snippet, with_nodata = blocks_of(GUIDE, "python")
     names: dict[str, Any] = {"__name__": "snippet"}
     exec(compile(snippet, "snippet", "exec"), names)
     logits = names["logits"]
-    assert isinstance(logits, torch.Tensor) and logits.shape == (1, 2) and logits.isfinite().all()
+    assert isinstance(logits, torch.Tensor)
+    assert logits.shape == (1, 2)
+    assert logits.isfinite().all()
     image, _ = open_images("folder", "data/bands", "val", in_chans=5).load(0)
     crop = ResizeCenterCrop(64)(torch.from_numpy(image).permute(2, 0, 1))  # the view of this project
     assert torch.allclose(names["pixels"], names["normalize"](crop.float() / 65535), atol=2e-3)

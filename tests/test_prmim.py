@@ -445,7 +445,8 @@ def test_the_convnext_aggregation_has_a_residual():
     torch.nn.init.zeros_(block.operator.mlp[2].weight)
     torch.nn.init.zeros_(block.operator.mlp[2].bias)
     out = block(kept, order, (6, 6))
-    assert torch.equal(out[:, :18], kept) and not out[:, 18:].any()
+    assert torch.equal(out[:, :18], kept)
+    assert not out[:, 18:].any()
 
 
 def test_average_pool_is_the_convolution_with_a_uniform_kernel():

@@ -67,7 +67,8 @@ def test_shifted_attention_is_confined_to_true_windows(grid, window, shift):
 def test_windows_are_cut_and_joined():
     x = torch.arange(2 * 6 * 4).view(2, 6, 4, 1)
     windows = cut_windows(x, 2)
-    assert windows.shape == (2, 6, 4, 1) and windows[0, 3, :, 0].tolist() == [10, 11, 14, 15]
+    assert windows.shape == (2, 6, 4, 1)
+    assert windows[0, 3, :, 0].tolist() == [10, 11, 14, 15]
     assert torch.equal(join_windows(windows, 2, (6, 4)), x)
 
 

@@ -34,7 +34,8 @@ TEC = ["cls_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bi
 )
 def test_origins(keys, origin, has_norm):
     found = find_origin(keys)
-    assert found.name.endswith(origin) and found.has_norm == has_norm
+    assert found.name.endswith(origin)
+    assert found.has_norm == has_norm
 
 
 RENAMED = {

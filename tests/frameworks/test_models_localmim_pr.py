@@ -315,7 +315,8 @@ def test_load_official():
 def test_the_bias_of_the_gradient_filters():
     """With hog_bias it is random until a file sets it. Without hog_bias, a file that has a bias is refused."""
     source = LocalMIMViT(**SIZES, num_bins=18, hog_bias=True)
-    assert source.hog_bias.abs().max() <= 1 / 3 and source.hog_bias.unique().numel() == 8
+    assert source.hog_bias.abs().max() <= 1 / 3
+    assert source.hog_bias.unique().numel() == 8
     source.load_official(released(source, bias=True))
     torch.testing.assert_close(source.hog_bias, torch.tensor([[k / 10, -k / 10] for k in range(4)]))
     source.load_official(released(source))

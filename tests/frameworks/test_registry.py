@@ -23,7 +23,8 @@ def settings():
 def test_a_run_is_loaded_with_its_weights(tmp_path, settings):
     model = save(tmp_path, settings)
     loaded, found = load_run(tmp_path)
-    assert found["mask_ratio"] == 0.75 and not loaded.training
+    assert found["mask_ratio"] == 0.75
+    assert not loaded.training
     for name, value in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value)
 

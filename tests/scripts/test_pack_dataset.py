@@ -64,8 +64,10 @@ def inline(monkeypatch):
 
 
 def assert_same_images(ours, theirs):
-    assert ours.classes == theirs.classes and ours.fingerprint() == theirs.fingerprint()
-    assert ours.names.tolist() == theirs.names.tolist() and ours.labels.tolist() == theirs.labels.tolist()
+    assert ours.classes == theirs.classes
+    assert ours.fingerprint() == theirs.fingerprint()
+    assert ours.names.tolist() == theirs.names.tolist()
+    assert ours.labels.tolist() == theirs.labels.tolist()
     for i in range(len(theirs)):
         assert ours.read(i) == theirs.read(i)
         assert np.array_equal(ours.load(i)[0], theirs.load(i)[0])
@@ -80,7 +82,8 @@ def contents(folder):
 
 def test_packed_images_are_the_folder_s_in_its_order(photos, packed):
     ours = open_images("folder", packed.parent, labelled=True)
-    assert len(ours.tars) > 2 and ours.notes == []
+    assert len(ours.tars) > 2
+    assert ours.notes == []
     assert_same_images(ours, FolderImages(photos / "train"))
     assert {*contents(packed)} == {INDEX, *(f"shard-{k:06d}.tar" for k in range(len(ours.tars)))}
 
@@ -100,7 +103,8 @@ def samples_of(path):
             if re.match("__[^/]*__($|/)", member.name):
                 continue
             key, extension = re.fullmatch(r"((?:.*/|)[^.]+)[.]([^/]*)", member.name).groups()
-            assert member.isreg() and extension not in samples[key]
+            assert member.isreg()
+            assert extension not in samples[key]
             samples[key][extension] = tar.extractfile(member).read()
     return samples
 
@@ -134,9 +138,11 @@ def test_shards_are_webdataset_s_and_keep_odd_names(odd, tmp_path, small_shards,
             assert Image.open(io.BytesIO(data)).format == {"jpg": "JPEG", "png": "PNG"}[extension]
             assert extension == "jpg" or not flags
             assert flags or data == source.read(len(labels) - 1)
-    assert len(source) == 21 and labels == source.labels.tolist()
+    assert len(source) == 21
+    assert labels == source.labels.tolist()
     ours = open_images("folder", tmp_path / "packed")
-    assert ours.names.tolist() == source.names.tolist() and ours.classes == source.classes
+    assert ours.names.tolist() == source.names.tolist()
+    assert ours.classes == source.classes
     assert ours.fingerprint() == source.fingerprint() + ("-q90" if flags else "")
 
 
@@ -158,7 +164,8 @@ def test_the_first_member_of_a_shard_tells_what_is_in_it(photos, packed):
     folder = FolderImages(photos / "train")
     assert names[:3] == [MANIFEST, f"cat/{first:09d}.jpg", f"cat/{first:09d}.cls"]
     assert manifest["names"] == [os.fsdecode(name) for name in folder.names[first : first + len(names) // 2].tolist()]
-    assert manifest["classes"] == ["cat", "dog"] and manifest["shard"] == 1
+    assert manifest["classes"] == ["cat", "dog"]
+    assert manifest["shard"] == 1
 
 
 def test_re_encoding_keeps_sizes(photos, tmp_path, capsys):
@@ -168,7 +175,8 @@ def test_re_encoding_keeps_sizes(photos, tmp_path, capsys):
     for i in range(len(folder)):
         img = folder.load(i)[0].astype(float)
         other = ours.load(i)[0].astype(float)
-        assert img.shape == other.shape and 0 < np.abs(img - other).mean() < 6
+        assert img.shape == other.shape
+        assert 0 < np.abs(img - other).mean() < 6
     error = refused(capsys, photos, tmp_path / "packed")
     assert "holds shards of other files or settings. It was packed by: python scripts/pack_dataset.py" in error
     assert "--quality 90" in error
@@ -216,7 +224,8 @@ def test_sources_that_cannot_be_packed(photos, packed, tmp_path, capsys, source,
     (tmp_path / "photos.zip").write_bytes(b"PK")
     shutil.copytree(photos / "train" / "cat", tmp_path / "flat")
     assert re.search(message, refused(capsys, tmp_path / source, tmp_path / destination))
-    assert not (tmp_path / "out").exists() and not (tmp_path / "flat" / "packed").exists()
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "flat" / "packed").exists()
 
 
 @pytest.mark.parametrize(
@@ -272,7 +281,8 @@ def test_packing_continues_where_it_was_stopped(photos, tmp_path, small_shards, 
     damage(second, "short")
     monkeypatch.setattr(pack_dataset, "write_shard", note)
     pack(photos, tmp_path / "packed")
-    assert first not in written[2:] and second in written[2:]
+    assert first not in written[2:]
+    assert second in written[2:]
     assert_same_images(open_images("folder", tmp_path / "packed"), FolderImages(photos / "train"))
     assert not [*(tmp_path / "packed").rglob(".*")]
 
@@ -395,7 +405,8 @@ def test_a_broken_file_stops_the_packing_and_what_is_packed_stays(
     pack(tmp_path / "photos", tmp_path / "packed")
     assert len(open_images("folder", tmp_path / "packed")) == 23
     kept = [name for name, time in times.items() if (tmp_path / "packed/train" / name).stat().st_mtime_ns == time]
-    assert times and len(kept) >= len(times) - 1
+    assert times
+    assert len(kept) >= len(times) - 1
 
 
 def test_verify_finds_one_flipped_bit(photos, packed, capsys):
@@ -435,8 +446,10 @@ def test_a_copy_for_another_process_maps_the_index_by_itself(packed):
     images = open_images("folder", packed.parent, use_pillow=True)
     data = pickle.dumps(images)
     other = pickle.loads(data)
-    assert len(data) < 1000 and other.use_pillow
-    assert other.read(7) == images.read(7) and other.labels.tolist() == images.labels.tolist()
+    assert len(data) < 1000
+    assert other.use_pillow
+    assert other.read(7) == images.read(7)
+    assert other.labels.tolist() == images.labels.tolist()
 
 
 def test_rows_are_mapped_not_copied(packed):

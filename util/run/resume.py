@@ -109,7 +109,8 @@ def find_changes(
     checkpoint may be older than a flag: to give it is a change, and to leave it out is none, since the default of a new
     flag keeps the former behaviour.
     """
-    assert before.run is not None and now.run is not None
+    assert before.run is not None
+    assert now.run is not None
     names = changed_names("results", flag_changes, before.settings, now.settings)
     changes = [f"--{describe_change(name, before.settings, now.settings)}" for name in names]
     for name in sorted(given):
@@ -127,7 +128,8 @@ def find_changes(
 
 def find_data_changes(before: CheckpointInfo, now: CheckpointInfo) -> list[str]:
     """Returns a sentence for each difference between the images of a checkpoint and of this start."""
-    assert before.run is not None and now.run is not None
+    assert before.run is not None
+    assert now.run is not None
     old_path = before.settings.get("data_path")
     new_path = now.settings.get("data_path")
     moved = ""
@@ -160,7 +162,8 @@ def describe_change(name: str, before: Settings, now: Settings) -> str:
 
 def find_notes(before: CheckpointInfo, now: CheckpointInfo, flag_changes: Changes) -> list[str]:
     """Returns a note for each difference that is allowed and may affect rounding, random draws or the code."""
-    assert before.run is not None and now.run is not None
+    assert before.run is not None
+    assert now.run is not None
     notes = []
     names = changed_names("split", flag_changes, before.settings, now.settings)
     split = [describe_change(name, before.settings, now.settings) for name in names]

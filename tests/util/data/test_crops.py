@@ -113,7 +113,9 @@ def test_augmentation_is_a_function_of_the_address():
     augment = RandomResizedCropFlip((16, 24), seed=5)
     img = random_image(40, 50)
     crop = augment(img, 3, 7)
-    assert crop.shape == (3, 16, 24) and crop.dtype == torch.uint8 and crop.is_contiguous()
+    assert crop.shape == (3, 16, 24)
+    assert crop.dtype == torch.uint8
+    assert crop.is_contiguous()
     assert torch.equal(crop, augment(img, 3, 7))
     assert not torch.equal(crop, augment(img, 4, 7))
     assert not torch.equal(crop, augment(img, 3, 8))
@@ -136,7 +138,8 @@ def test_the_clipped_crop_takes_one_try():
         ratio = math.exp(math.log(3 / 4) + draws[1] * 2 * math.log(4 / 3))
         assert height == min(50, round(math.sqrt(area / ratio)))
         assert width == min(80, round(math.sqrt(area * ratio)))
-        assert 0 <= top <= 50 - height and 0 <= left <= 80 - width
+        assert 0 <= top <= 50 - height
+        assert 0 <= left <= 80 - width
     assert augment.box(1, 1, [0.0] * 23) == (0, 0, 1, 1)
 
 
@@ -154,11 +157,14 @@ def test_padded_crop_is_a_window_of_the_resized_and_reflected_image():
     places = []
     for index in range(1000):
         crop = augment(img, 0, index)
-        assert crop.shape == (3, 20, 20) and crop.is_contiguous()
+        assert crop.shape == (3, 20, 20)
+        assert crop.is_contiguous()
         places.append(place_of[crop.numpy().tobytes()])  # KeyError if no window has these pixels
     tops, lefts = np.transpose(places)
-    assert {*tops} == {*range(9)} and {*lefts} == {*range(19)}
-    assert tops.mean() == pytest.approx(4, abs=0.6) and lefts.mean() == pytest.approx(9, abs=0.6)
+    assert {*tops} == {*range(9)}
+    assert {*lefts} == {*range(19)}
+    assert tops.mean() == pytest.approx(4, abs=0.6)
+    assert lefts.mean() == pytest.approx(9, abs=0.6)
     assert torch.equal(augment(img, 5, 7), augment(img, 5, 7))
     assert not torch.equal(augment(img, 5, 7), augment(img, 6, 7))
 
@@ -174,7 +180,8 @@ def test_an_edge_of_16_bits_is_resized_without_overflow():
     img = torch.zeros(1, 8, 8, dtype=torch.uint16)
     img[..., 4:] = 65535
     resized = resize(img, (13, 13)).int()
-    assert resized[..., :5].max() < 7000 and resized[..., 8:].min() > 58000
+    assert resized[..., :5].max() < 7000
+    assert resized[..., 8:].min() > 58000
 
 
 # --------------------------------------------------------------------------------------------------- evaluation views

@@ -49,7 +49,8 @@ def test_flat_folder_needs_no_classes(tmp_path):
 def test_images_say_what_stands_in(photos):
     assert open_images("folder", photos).notes == []
     images = open_images("folder", photos, "val")
-    assert images.root == photos / "train" and len(images) == 24
+    assert images.root == photos / "train"
+    assert len(images) == 24
     assert images.notes == ["train/ is read as val, because there is no val"]
 
 

@@ -135,7 +135,8 @@ DEEP = {
 def test_grey_of_16_bits_is_scaled(kind):
     pixels = decode(DEEP[kind])
     expected = np.rint(RAMP / 257)[:, :, None].repeat(3, axis=2)
-    assert pixels.dtype == np.uint8 and pixels.flags.c_contiguous
+    assert pixels.dtype == np.uint8
+    assert pixels.flags.c_contiguous
     assert np.array_equal(pixels, expected)
     assert np.array_equal(decode(DEEP[kind], reference=True), expected)
 
@@ -144,7 +145,8 @@ def test_grey_of_16_bits_of_older_pillows_is_scaled():
     """They read a PNG in the mode of 32-bit integers."""
     img = Image.fromarray(RAMP.astype(np.int32))
     img.format = "PNG"
-    assert img.mode == "I" and module.has_16_bits(img)
+    assert img.mode == "I"
+    assert module.has_16_bits(img)
     assert np.array_equal(module.to_8_bits(img), np.rint(RAMP / 257))
 
 
@@ -193,7 +195,8 @@ def test_pillow_s_warning_of_large_images_stays_on_for_others():
 def test_an_import_changes_no_filter_of_warnings():
     code = "import warnings, util.data.decode; print([f[2].__name__ for f in warnings.filters])"
     filters = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert "DeprecationWarning" in filters and "DecompressionBombWarning" not in filters
+    assert "DeprecationWarning" in filters
+    assert "DecompressionBombWarning" not in filters
 
 
 @pytest.mark.parametrize("data", [b"", b"P", b"RIFF\0\0\0\0WEBPVP9 ", encode(Image.new("RGB", (4, 4)), "ICO")])

@@ -103,7 +103,8 @@ def test_the_folder_of_a_split(tmp_path, present, split, labelled, folder, is_no
     for name in present.split():
         tree(tmp_path, f"{name}/a/1.jpg")
     files = find_files(tmp_path, split, labelled)
-    assert files.root == tmp_path / folder and files.tars == []
+    assert files.root == tmp_path / folder
+    assert files.tars == []
     assert len(files.notes) == is_noted
     for note in files.notes:
         assert f"{folder}/ is read as val" in note

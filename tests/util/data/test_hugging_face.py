@@ -110,7 +110,8 @@ def batches_of(images, num_workers=0):
 def test_the_batches_of_the_folder_bit_for_bit(stored, photos, form):
     folder = open_images("folder", photos)
     images = open_images("hf", stored[form])
-    assert images.classes == folder.classes and images.notes == []
+    assert images.classes == folder.classes
+    assert images.notes == []
     assert np.array_equal(images.labels, folder.labels)
     assert images.names.tolist() == [os.path.basename(name) for name in folder.names.tolist()]
     expected = batches_of(folder)
@@ -132,7 +133,8 @@ def test_rows_are_mapped_and_a_copy_maps_them_again(stored):
     assert len(pickled) < num_bytes / 2
     copy = pickle.loads(pickled)
     assert [copy.read(i) for i in range(24)] == encoded
-    assert copy.fingerprint() == images.fingerprint() and copy.path(3) == images.path(3)
+    assert copy.fingerprint() == images.fingerprint()
+    assert copy.path(3) == images.path(3)
 
 
 # --------------------------------------------------------------------------------------------------------- fingerprint
@@ -225,7 +227,8 @@ def test_reads_of_files_are_tried_again(photos, monkeypatch):
 
     monkeypatch.setattr(module, "Path", lambda path: StandIn(Path(path), read_bytes=lambda: read_bytes(path)))
     monkeypatch.replace_in(module, "time.sleep", lambda _: None)
-    assert images.read(5) == expected and failures == []
+    assert images.read(5) == expected
+    assert failures == []
 
 
 def test_bad_rows_are_named_and_replaced(tmp_path):
@@ -301,7 +304,8 @@ def test_labels(tmp_path, column, values, kind, given, classes, labels):
     datasets.DatasetDict(validation=dataset_of(columns, **{column: kind})).save_to_disk(tmp_path / "data")
     images = open_images("hf", tmp_path / "data", "val", labelled=True, label_column=given)
     assert images.classes == classes
-    assert images.labels.tolist() == labels and images.labels.dtype == np.int64
+    assert images.labels.tolist() == labels
+    assert images.labels.dtype == np.int64
     assert images.load(3)[1] == labels[3]
 
 
@@ -322,7 +326,8 @@ def test_labels_that_are_missing_or_ambiguous(tmp_path, columns, given, message)
         open_images("hf", tmp_path / "data", labelled=True, label_column=given)
     if given is None:
         images = open_images("hf", tmp_path / "data")
-        assert images.classes == [] and images.labels.tolist() == [0] * 4
+        assert images.classes == []
+        assert images.labels.tolist() == [0] * 4
 
 
 @pytest.mark.parametrize(
@@ -462,9 +467,11 @@ def hub(stored, monkeypatch):
 def test_data_sets_of_the_hub(hub, stored):
     images = open_images("hf", "owner/photos")
     assert images.fingerprint() == open_images("hf", stored["saved"]).fingerprint()
-    assert images.pinned_path == f"owner/photos@{COMMIT}" and images.root == f"owner/photos@{COMMIT}, split train"
+    assert images.pinned_path == f"owner/photos@{COMMIT}"
+    assert images.root == f"owner/photos@{COMMIT}, split train"
     images = open_images("hf", f"owner/photos:plain@{COMMIT}", "val", labelled=True)
-    assert images.pinned_path == f"owner/photos:plain@{COMMIT}" and len(images) == 12
+    assert images.pinned_path == f"owner/photos:plain@{COMMIT}"
+    assert len(images) == 12
     assert hub == [("owner/photos", None, None), ("owner/photos", "plain", COMMIT)]
 
 
@@ -535,7 +542,8 @@ def test_pre_training_resumes_and_equals_that_on_the_folder(photos, stored, hub,
     message = pretrain.refused(capsys, other, parts, *HF, "--max_steps", 5)
     assert f"--data_path was {stored['flat']} and now is {other}" in message
     visualize.main([str(parts), "--out", str(tmp_path / "picture.png"), "--rows", "2", "--max_images", "4"])
-    assert "split train: " in capsys.readouterr().out and (tmp_path / "picture.png").exists()
+    assert "split train: " in capsys.readouterr().out
+    assert (tmp_path / "picture.png").exists()
 
 
 def test_fine_tuning_equals_that_on_the_folder(photos, stored, tmp_path):
@@ -544,7 +552,8 @@ def test_fine_tuning_equals_that_on_the_folder(photos, stored, tmp_path):
     flags = ["--input_size", 32, "--max_steps", 2]
     ours = finetune(stored["saved_splits"], tmp_path / "hf", *flags, *HF)
     assert_same_weights(ours, finetune(tmp_path / "data", tmp_path / "folder", *flags))
-    assert ours["meta"]["classes"] == ["cat", "dog"] and ours["meta"]["val_data"]["num_images"] == 24
+    assert ours["meta"]["classes"] == ["cat", "dog"]
+    assert ours["meta"]["val_data"]["num_images"] == 24
 
 
 def test_the_output_does_not_lie_in_the_data(stored, capsys):

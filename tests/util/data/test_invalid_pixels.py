@@ -72,7 +72,8 @@ def test_nodata_marks_values_of_single_bands(tmp_path, dtype):
     assert images.pixel_format == PixelFormat(5, dtype, has_invalid=True)
     same(images.load(0)[0], marked(array, mask))
     valid = images.load(1)[0]
-    assert valid.dtype == dtype and np.array_equal(valid, array)
+    assert valid.dtype == dtype
+    assert np.array_equal(valid, array)
 
 
 def test_nan_of_floats_is_declared(tmp_path):
@@ -241,7 +242,9 @@ def test_values_of_nodata():
             nodata_value(word)
     settings = {"nodata": "nan", "mask_band": 0, "bands": [[0, 1]]}
     found = InvalidPixels.from_settings(settings)
-    assert np.isnan(found.nodata) and found.mask_band == 0 and found.bands == ((0, 1),)
+    assert np.isnan(found.nodata)
+    assert found.mask_band == 0
+    assert found.bands == ((0, 1),)
     assert not InvalidPixels.from_settings({"nodata": None}).is_declared
     assert InvalidPixels.from_settings({"mask_band": 0}).is_declared
 
@@ -265,7 +268,8 @@ def test_what_lies_under_invalid_pixels_changes_no_crop(kind, shared, reference)
         imgs = [marked(x, mask) for x in (array, other)]
     for index in range(4):
         crops = [transform_valid(transform, tensor(img), 2, index) for img in imgs]
-        assert crops[0].shape == (5, 24, 32) and crops[0].dtype == torch.float32
+        assert crops[0].shape == (5, 24, 32)
+        assert crops[0].dtype == torch.float32
         assert torch.equal(crops[0].nan_to_num(-1), crops[1].nan_to_num(-1))
         share = crops[0].isnan().float().mean()
         assert 0 < share < 0.9
@@ -318,7 +322,8 @@ def test_images_without_invalid_pixels_give_the_crops_of_a_run_without_flags(tmp
     for index in range(3):
         expected, *_ = plain[index, 0]
         found, *_ = declared[index, 0]
-        assert found.dtype == torch.float32 and torch.equal(found, expected.float())
+        assert found.dtype == torch.float32
+        assert torch.equal(found, expected.float())
 
 
 # ------------------------------------------------------------------------------------------- normalisation, statistics
@@ -350,7 +355,8 @@ def test_statistics_equal_a_loop_over_valid_pixels(tmp_path, dtype):
         array[mask] = CODES[dtype]
     images = open_images("folder", save_arrays(tmp_path, *arrays), in_chans=3, invalid=InvalidPixels(CODES[dtype]))
     measured = measure_statistics(images)
-    assert measured.num_images == 5 and measured.fill_values == []
+    assert measured.num_images == 5
+    assert measured.fill_values == []
     for c in range(3):
         values = []
         for array, mask in zip(arrays, masks, strict=True):

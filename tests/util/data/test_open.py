@@ -58,7 +58,8 @@ def test_each_rank_lists_a_copy_of_its_own(photos, tmp_path):
         assert images.path(13).startswith(str(root))
     assert first[0].fingerprint() == second[0].fingerprint()
     identities = {folder_identity(root / "train") for root in (photos, photos, tmp_path / "copy", tmp_path / "nowhere")}
-    assert len(identities) == 3 and None in identities
+    assert len(identities) == 3
+    assert None in identities
 
 
 @pytest.mark.parametrize("case", ["no folder", "mixed", "headers"])

@@ -86,10 +86,13 @@ def test_all_bands_are_read_as_they_are(tmp_path, dtype, form):
     write(tmp_path / f"0{ending}", array)
     images = open_images("folder", tmp_path, in_chans=5)
     img, label = images.load(0)
-    assert images.pixel_format == PixelFormat(5, dtype) and label == 0
-    assert img.dtype == array.dtype and img.dtype.isnative
+    assert images.pixel_format == PixelFormat(5, dtype)
+    assert label == 0
+    assert img.dtype == array.dtype
+    assert img.dtype.isnative
     assert np.array_equal(img, array)
-    assert img.flags.c_contiguous and img.flags.writeable
+    assert img.flags.c_contiguous
+    assert img.flags.writeable
 
 
 GREY16 = pixels(1, "uint16")[:, :, 0]
@@ -112,7 +115,8 @@ def test_pictures_keep_their_channels_unless_three_are_wanted(tmp_path, kind):
         expected = 255 * expected
     assert images.pixel_format == own_format
     assert np.array_equal(images.load(0)[0], expected.reshape(40, 52, -1))
-    assert rgb.pixel_format == RGB8 and rgb.notes == []
+    assert rgb.pixel_format == RGB8
+    assert rgb.notes == []
     assert np.array_equal(rgb.load(0)[0], np.asarray(picture.convert("RGB")))
 
 
@@ -152,7 +156,8 @@ def test_tars_hold_the_same_images_as_the_folder(tmp_path):
         for i in range(4):
             tar.add(tmp_path / f"{i}.npy", f"{i}.npy")
     tars = open_images("folder", tmp_path / "train.tar", in_chans=5)
-    assert tars.fingerprint() == folder.fingerprint() and tars.pixel_format == folder.pixel_format == U16
+    assert tars.fingerprint() == folder.fingerprint()
+    assert tars.pixel_format == folder.pixel_format == U16
     for images in (tars, pickle.loads(pickle.dumps(tars))):  # as a worker gets it
         for i in range(4):
             assert np.array_equal(images.load(i)[0], folder.load(i)[0])
@@ -273,7 +278,8 @@ def test_overviews_and_masks_are_no_pages(tmp_path):
         if file.tag_v2.get(254) != 4:
             pytest.skip("this Pillow writes no kinds of pages")
     images = open_images("folder", tmp_path)
-    assert np.array_equal(images.load(0)[0], array) and "has 3 pages, but" in images.notes[0]
+    assert np.array_equal(images.load(0)[0], array)
+    assert "has 3 pages, but" in images.notes[0]
 
 
 def test_an_image_of_one_channel_and_three_axes_is_no_stack(tmp_path):
@@ -307,7 +313,8 @@ def test_floats_that_are_not_finite_name_the_bands(tmp_path, value):
     bad[3, 4, [1, 3]] = value
     save_arrays(tmp_path, pixels(5, "float32"), bad)
     message = refused(tmp_path, in_chans=5)
-    assert repr(str(tmp_path / "1.npy")) in message and "NaN or infinite values are in band 1, 3 (counted" in message
+    assert repr(str(tmp_path / "1.npy")) in message
+    assert "NaN or infinite values are in band 1, 3 (counted" in message
 
 
 PLANES = np.moveaxis(pixels(5, "uint16"), -1, 0)
@@ -383,7 +390,9 @@ def test_crops_equal_those_of_rgb_channel_by_channel(kind, channels, reference):
     array = pixels(channels, "uint8")
     for index in range(3):
         crop = transform(tensor(array), 2, index)
-        assert crop.shape == (channels, 24, 32) and crop.dtype == torch.uint8 and crop.is_contiguous()
+        assert crop.shape == (channels, 24, 32)
+        assert crop.dtype == torch.uint8
+        assert crop.is_contiguous()
         for c in range(channels):
             rgb = np.repeat(array[:, :, [c]], 3, axis=2)
             assert torch.equal(crop[c], transform(tensor(rgb), 2, index)[0])
@@ -398,7 +407,8 @@ def test_deep_pixels_are_cropped_like_those_of_8_bits(kind, reference):
     crop = transform(tensor(array), 2, 1).double()
     deep = transform(tensor(array.astype(np.uint16) * 257), 2, 1)
     floats = transform(tensor(array.astype(np.float32)), 2, 1)
-    assert deep.dtype == torch.uint16 and floats.dtype == torch.float32
+    assert deep.dtype == torch.uint16
+    assert floats.dtype == torch.float32
     deep = deep.double() / 257
     floats = floats.double()
     assert (deep - crop).abs().max() <= 1.6
@@ -442,7 +452,8 @@ def test_overshoot_of_16_bits_is_clipped():
     array = np.zeros((16, 16, 1), np.uint16)
     array[:, 8:] = 65535
     resized = resize(tensor(array), (40, 40)).int()
-    assert resized[:, :, :10].max() <= 1 and resized[:, :, 30:].min() >= 65534
+    assert resized[:, :, :10].max() <= 1
+    assert resized[:, :, 30:].min() >= 65534
 
 
 # ------------------------------------------------------------------------------------------ normalisation, statistics
@@ -504,7 +515,8 @@ def test_which_statistics_a_run_takes(bands, photos):
     measured, count, _ = measure_statistics(bands)
     rgb = open_images("folder", photos)
     statistics, (remark,) = choose(bands)
-    assert statistics == measured and f"measured on {count} images, 2 channels of uint16" in remark
+    assert statistics == measured
+    assert f"measured on {count} images, 2 channels of uint16" in remark
     assert choose(rgb) == (([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]), [])
     assert choose(bands, mean=[0.1, 0.2])[0] == ([0.1, 0.2], measured[1])
     assert choose(bands, {"meta": RUN}) == (([0.3, 0.4], [0.1, 0.1]), [])
@@ -545,5 +557,7 @@ def test_batches_of_a_worker_have_the_type_of_the_files(tmp_path, dtype):
     for num_workers in (0, 1):
         found.append(list(Loader(dataset, addresses, collator, num_workers=num_workers, pin_memory=False)))
     for ours, theirs in zip(*found, strict=True):
-        assert ours[0].dtype == theirs[0].dtype == getattr(torch, dtype) and ours[0].shape == (2, 5, 16, 16)
-        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[2], theirs[2])
+        assert ours[0].dtype == theirs[0].dtype == getattr(torch, dtype)
+        assert ours[0].shape == (2, 5, 16, 16)
+        assert torch.equal(ours[0], theirs[0])
+        assert torch.equal(ours[2], theirs[2])

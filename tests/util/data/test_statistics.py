@@ -52,7 +52,8 @@ def test_statistics_that_a_file_lacks_are_measured(tmp_path):
     settings, (remark,) = complete_settings(CheckpointInfo().pixel_settings, images)
     (mean, std), number, _ = measure_statistics(images)
     assert settings == {"pixels": None, "mean": mean, "std": std}
-    assert remark.endswith(f"measured on {number} images, 2 channels of uint16") and f"{mean[0]:.6g}" in remark
+    assert remark.endswith(f"measured on {number} images, 2 channels of uint16")
+    assert f"{mean[0]:.6g}" in remark
 
 
 def test_statistics_that_a_file_has_are_kept(tmp_path):
@@ -129,7 +130,8 @@ def test_the_warning_is_in_the_remarks_of_a_run(tmp_path):
     images = np.random.default_rng(0).random((4, 8, 8, 1), np.float32)
     images[:, 0, 0] = -9999
     _, remarks = choose(open_images("folder", save_arrays(tmp_path, *images), in_chans=1))
-    assert len(remarks) == 2 and "4 of 256 measured pixels of channel 0" in remarks[1]
+    assert len(remarks) == 2
+    assert "4 of 256 measured pixels of channel 0" in remarks[1]
 
 
 def spots(rng):

@@ -79,7 +79,8 @@ def test_webdataset_shards(tmp_path):
     for i in range(3):
         assert images.read(i) == photo(i)
     img, label = images.load(2)
-    assert np.array_equal(img, pixels(photo(2))) and label == 1
+    assert np.array_equal(img, pixels(photo(2)))
+    assert label == 1
     assert images.path(2).endswith("imagenet-train-0001.tar: 0002.jpg")
     assert len(open_images("folder", tmp_path, "val", labelled=True)) == 2
 
@@ -153,7 +154,8 @@ def test_splits_inside_a_tar_are_not_mixed(tmp_path, names):
 def test_images_without_labels_pre_train_and_do_not_fine_tune(tmp_path):
     path = write_images(tmp_path / "train" / "0.tar", "cat/1.jpg", "dog/2.JPEG")
     images = open_images("folder", tmp_path)
-    assert images.classes == [] and images.labels.tolist() == [0, 0]
+    assert images.classes == []
+    assert images.labels.tolist() == [0, 0]
     assert names_of(images) == ["cat/1.jpg", "dog/2.JPEG"]
     with pytest.raises(ValueError, match="0.tar' have no labels: put a .cls with the number of its class beside each"):
         open_tars([path], labelled=True)
@@ -220,7 +222,8 @@ def test_the_image_of_a_sample(tmp_path, name):
     path = write(tmp_path / "train.tar", [(name, photo(1)), (f"{key}.cls", b"4")])
     images = open_tars([path])
     assert names_of(images) == [name]
-    assert images.labels.tolist() == [4] and len(images.classes) == 5
+    assert images.labels.tolist() == [4]
+    assert len(images.classes) == 5
 
 
 # ------------------------------------------------------------------------------------------------- members and damage
@@ -301,7 +304,8 @@ def test_a_stale_handle_is_replaced_before_the_next_try(tmp_path, monkeypatch):
     monkeypatch.replace_in(tars, "os.pread", faulty)
     monkeypatch.replace_in(images_module, "time.sleep", slept.append)
     assert images.read(1) == photo(1)
-    assert slept == [0.1] and stale.closed
+    assert slept == [0.1]
+    assert stale.closed
     monkeypatch.replace_in(tars, "os.pread", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(OSError, match="Input/output error"):  # for good
         images.read(0)

@@ -69,7 +69,8 @@ def ops_inside(value):
 def test_all_posterize_ops_are_replaced_and_timm_stays_as_it_is(policy):
     augment = FinetuneAugment(32, seed=0, auto_augment=policy).augment
     ops = ops_inside(augment)
-    assert ops and [id(op) for op in ops] == [id(op) for op in augment_ops(augment)]
+    assert ops
+    assert [id(op) for op in ops] == [id(op) for op in augment_ops(augment)]
     for op in ops:
         if op.name.startswith("Posterize"):
             assert op.aug_fn is posterize
@@ -130,7 +131,8 @@ def test_the_paper_s_augmentation_draws_everything_it_can():
     for index in range(8_000):
         num_black += not augment(images[index % 64], 0, index).any()
     ops = list(augment_ops(augment.augment))
-    assert drawn.keys() == {op.name for op in ops} and len(ops) == 15
+    assert drawn.keys() == {op.name for op in ops}
+    assert len(ops) == 15
     for op in ops:  # some thousand Gaussian draws reach two deviations; what is above 10 is cut to it
         low = arguments(op, op.magnitude - 2 * op.magnitude_std)
         high = arguments(op, op.magnitude + 2 * op.magnitude_std)
@@ -138,7 +140,8 @@ def test_the_paper_s_augmentation_draws_everything_it_can():
         assert min(drawn[op.name]) <= ends[0], op.name
         assert max(drawn[op.name]) >= ends[-1], op.name
     zero_bits = drawn["PosterizeIncreasing"][(0,)]
-    assert zero_bits >= 10 and num_black >= zero_bits / 2  # another op may follow
+    assert zero_bits >= 10
+    assert num_black >= zero_bits / 2
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -148,7 +151,8 @@ def test_every_policy_augments(policy):
     drawn = record(augment.augment)
     for index in range(500):
         augmented = augment(images[index % 16], 0, index)
-        assert augmented.shape == (3, 32, 32) and augmented.dtype == torch.uint8
+        assert augmented.shape == (3, 32, 32)
+        assert augmented.dtype == torch.uint8
     if "weights" not in policy and "3aw" not in policy:  # which draw some operations once in thousands of images
         assert drawn.keys() == {op.name for op in augment_ops(augment.augment) if op.prob > 0}
 
@@ -184,7 +188,8 @@ def test_draws_and_pixels_are_timm_s(policy):
             expected, expected_states = apply_seeded(timm_augment, to_picture(img), seed)
         except ValueError:  # 0 bits
             continue
-        assert np.array_equal(pixels, expected) and states == expected_states
+        assert np.array_equal(pixels, expected)
+        assert states == expected_states
         num_compared += 1
     assert num_compared > 290
 

@@ -32,7 +32,8 @@ def test_an_error_of_a_worker_is_its_whole_message_in_one_line(capsys, message, 
         wrapper.reraise()
     with pytest.raises(SystemExit) as stop:
         refuse(argparse.ArgumentParser("main.py"), from_worker.value)
-    assert stop.value.code == 2 and capsys.readouterr().err == f"main.py: error: {said}\n"
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"main.py: error: {said}\n"
 
 
 @pytest.mark.parametrize(
