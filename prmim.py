@@ -480,7 +480,7 @@ class TokenOrderSampler:
             raise ValueError(f"the grid must have the {counts.num_tokens} tokens of {counts}, got {rows} x {columns}")
         if sampling not in SAMPLING:
             raise ValueError(f"unknown sampling {sampling!r}, choose from {', '.join(SAMPLING)}")
-        if rows % mask_unit or columns % mask_unit or counts.num_visible % mask_unit**2:
+        if mask_unit < 1 or rows % mask_unit or columns % mask_unit or counts.num_visible % mask_unit**2:
             raise ValueError(
                 f"mask_unit {mask_unit} must divide the grid {rows} x {columns}, "
                 f"and its square the {counts.num_visible} visible tokens"

@@ -210,10 +210,12 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, P
     args = parser.parse_args(argv)
     if args.timeout_min is None:
         args.timeout_min = SLURM_TIMEOUT_MIN if args.cluster == "slurm" else YEAR_MIN
-    if min(args.nodes, args.cpus_per_task, args.timeout_min, args.signal_delay_s) < 1 or args.gpus_per_node < 0:
-        counts = "--nodes, --cpus_per_task, --timeout_min and --signal_delay_s"
-        parser.error(f"{counts} must be at least 1, and --gpus_per_node at least 0")
-    args.tasks_per_node = args.tasks_per_node or max(1, args.gpus_per_node)
+    if args.tasks_per_node is None:
+        args.tasks_per_node = max(1, args.gpus_per_node)
+    counts = (args.nodes, args.tasks_per_node, args.cpus_per_task, args.timeout_min, args.signal_delay_s)
+    if min(counts) < 1 or args.gpus_per_node < 0:
+        names = "--nodes, --tasks_per_node, --cpus_per_task, --timeout_min and --signal_delay_s"
+        parser.error(f"{names} must be at least 1, and --gpus_per_node at least 0")
     if args.cluster != "slurm" and args.nodes > 1:
         parser.error(f"--cluster {args.cluster} is one node, got --nodes {args.nodes}")
     if args.cluster != "slurm" and args.dependency:

@@ -46,7 +46,7 @@ def read_run(run: str) -> tuple[str, Curves]:
         for value, curve in curves.items():
             if value in report:
                 number = report[value]
-                if number is None:
+                if not isinstance(number, (int, float)):  # None: the loss was not finite
                     number = math.nan
                 curve.append((report["step"], number))
     losses = curves["loss"] + curves["val_loss"]

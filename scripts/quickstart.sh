@@ -14,7 +14,7 @@ for argument in "$@"; do
             sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
             exit
             ;;
-        --data_path* | --output* | --recipe*)
+        --data_* | --ou* | --reci*) # abbreviations, too
             echo "quickstart.sh: error: the script sets ${argument%%=*} itself; OUTPUT_DIR sets the output folder" >&2
             exit 2
             ;;

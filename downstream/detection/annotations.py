@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from downstream.detection.masks import decode_mask
 from util.data.images import FILE_ERRORS, retry_io
 from util.data.transforms import Size
 
@@ -82,12 +83,14 @@ def check_entries(content: Mapping[str, Any]) -> None:
 
 
 def refuse_duplicates(entries: Sequence[Mapping[str, Any]], name: str, key: str) -> None:
-    """ValueError if two entries have the same value of `key`, or an id is no integer."""
+    """ValueError if two entries have the same value of `key`, an id is no integer, or a name no text."""
     seen = set()
     for entry in entries:
         value = entry[key]
         if key == "id" and type(value) is not int:
             raise ValueError(f"the id {value!r} in its {name} is no integer")
+        if key == "file_name" and not isinstance(value, str):
+            raise ValueError(f"the file_name {value!r} in its {name} is no text")
         if value in seen:
             raise ValueError(f"it has several {name} with the {key} {value!r}")
         seen.add(value)
@@ -97,9 +100,9 @@ def check_annotation(annotation: Mapping[str, Any], sizes: Mapping[int, Size], c
     """ValueError if an entry of `annotations` is bad. sizes: (height, width) by the ids of images."""
     image_id = annotation["image_id"]
     category_id = annotation["category_id"]
-    if image_id not in sizes:
+    if type(image_id) is not int or image_id not in sizes:
         raise ValueError(f"no image has the id {image_id!r}")
-    if category_id not in category_ids:
+    if type(category_id) is not int or category_id not in category_ids:
         raise ValueError(f"no category has the id {category_id!r}")
     box = annotation["bbox"]
     if not are_numbers(box) or len(box) != 4:
@@ -115,6 +118,7 @@ def check_segmentation(segmentation: Any, size: Size) -> None:
         if segmentation.get("size") != list(size):
             raise ValueError(f"its code has the (height, width) {segmentation.get('size')}, its image {list(size)}")
         if isinstance(counts, str):
+            check_code(segmentation, size)
             return
         if not isinstance(counts, list) or not all(type(count) is int and count >= 0 for count in counts):
             raise ValueError("the counts of its code are no integers from 0 on")
@@ -126,6 +130,14 @@ def check_segmentation(segmentation: Any, size: Size) -> None:
     for polygon in segmentation:
         if not are_numbers(polygon) or len(polygon) < 6 or len(polygon) % 2:
             raise ValueError("a polygon must be the numbers [x, y, x, y, ...] of 3 points or more")
+
+
+def check_code(code: Mapping[str, Any], size: Size) -> None:
+    """ValueError unless a compressed run-length code can be decoded."""
+    try:
+        decode_mask(code, *size)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"its code cannot be decoded: {error}") from error
 
 
 def are_numbers(values: Any) -> bool:

@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         optimizer = torch.optim.AdamW(groups, lr=run.plan.lr, betas=(0.9, 0.999), fused=True)
 
         augmentation = LargeScaleJitter(images, args.input_size, args.seed, args.scale_range, masks)
-        dataset = AddressedDataset(images, augmentation, replace=args.max_bad_fraction > 0)
+        dataset = AddressedDataset(images, augmentation)
         loader = TrainLoader(dataset, PadAndStack(args.input_size), model.img_size, run.plan, run.process, args.seed)
 
         rate = StepDecay(args.num_iters, args.warmup_iters, run.plan.lr, args.lr_drops)

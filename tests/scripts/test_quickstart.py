@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from recipes import RECIPES
 from scripts import sample_photos
 from tests.runs import refused
 
@@ -29,21 +28,10 @@ def test_few_labelled_crops_are_a_subset_of_the_unlabelled_ones(tmp_path, monkey
     assert len(list(tmp_path.glob("labelled/val/*/*.jpg"))) == 2 * 5
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--num_val", "0"], "--num_val must be at least 1, got 0"),
-        (["--crop_sides", "0.5", "0.25"], "--crop_sides must be two shares 0 < low <= high <= 1, got [0.5, 0.25]"),
-    ],
-)
-def test_sample_photos_names_wrong_flags(tmp_path, capsys, flags, message):
-    assert message in refused(capsys, sample_photos.main, tmp_path / "photos", *flags)
+def test_sample_photos_names_wrong_flags(tmp_path, capsys):
+    message = refused(capsys, sample_photos.main, tmp_path / "photos", "--crop_sides", "0.5", "0.25")
+    assert "--crop_sides must be two shares 0 < low <= high <= 1, got [0.5, 0.25]" in message
     assert not list(tmp_path.iterdir())
-
-
-def test_one_epoch_of_the_quickstart_can_be_asked_for():
-    """`quickstart.sh --epochs 1` passes its flag to a recipe whose warm-up must fit into one epoch."""
-    assert RECIPES["quickstart"]["warmup_epochs"] <= 1
 
 
 SMALL = ("--num_train", "2", "--num_val", "1")
@@ -80,7 +68,7 @@ def test_the_same_flags_write_the_same_photos_again(small_photos):
     assert {path: path.read_bytes() for path in small_photos.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("flag", ["--data_path", "--output_dir=x", "--recipe"])
+@pytest.mark.parametrize("flag", ["--data_p", "--out=x", "--recipe"])
 def test_quickstart_refuses_flags_that_it_sets_itself(flag):
     done = call(flag, "x")
     assert (done.returncode, done.stdout) == (2, "")

@@ -81,11 +81,10 @@ def test_a_dry_run_prints_every_command_once_and_in_order(name, tmp_path, capsys
     assert not root.exists()
 
 
-@pytest.mark.parametrize("name", ["kernels", "robustness"])
-def test_slurm_jobs_wait_for_the_runs_that_they_need(name, tmp_path, capsys):
+def test_slurm_jobs_wait_for_the_runs_that_they_need(tmp_path, capsys):
     root = tmp_path / "runs"
     runs = {}
-    for words in dry_run(capsys, name, "--output_dir", str(root), "--launcher", "slurm"):
+    for words in dry_run(capsys, "robustness", "--output_dir", str(root), "--launcher", "slurm"):
         main, args = parsed(words)
         dependency = submitit_launch.get_args_parser().parse_args(words[2:]).dependency
         needed = needed_folder(main, args)
@@ -94,7 +93,7 @@ def test_slurm_jobs_wait_for_the_runs_that_they_need(name, tmp_path, capsys):
         else:
             assert dependency == f"afterok:ID_OF_{os.path.relpath(needed, root).replace('/', '-')}"
         runs[args.output_dir] = (main, getattr(args, "recipe", None))
-    assert runs == expected_runs(name, root)
+    assert runs == expected_runs("robustness", root)
 
 
 def test_tables_share_runs(capsys):
@@ -140,18 +139,15 @@ def test_each_main_gets_its_data(capsys, table, flags, main, expected):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "the following arguments are required: TABLE"),
         ("ablation tables", "unknown table 'tables': give ablation, schedules, "),
         ("ablation", "mae_vit_base_100ep needs --data_path"),
         ("inaturalist --data_path D", "mae_vit_base_800ep/inat18_vit_base needs --inat_path"),
         ("robustness --data_path D", "the table of robustness needs at least one of --imagenet_c, --imagenet_a, "),
         ("frameworks --data_path D", "tec_vit_base_300ep needs --teacher"),
         ("ablation --data_path D --rows large*", "--rows 'large*' matches none of mae_vit_base_100ep, plain25_vit"),
-        ("ablation --data_path D --nproc_per_node 0", "--nproc_per_node must be at least 1, got 0"),
         ("ablation --data_path D/nowhere", "--data_path 'D/nowhere' does not exist"),
         ("ablation --data_path D --pretrain_flags=--no_such", "unrecognized arguments: --no_such"),
-        ("ablation --data_path D --finetune_flags=--eval_every=x", "argument --eval_every: invalid int value: 'x'"),
-        ("ablation --data_path D --launcher slurm -- --nodes 0", "--nodes, --cpus_per_task, --timeout_min and"),
+        ("ablation --data_path D --launcher slurm -- --nodes 0", "--nodes, --tasks_per_node, --cpus_per_task"),
         ("ablation --data_path D --launcher slurm -- --dry_run", "--dry_run belongs before `--`"),
     ],
 )
@@ -219,7 +215,11 @@ def test_runs_are_collected_into_their_cells(kernels, capsys):
 
 def test_only_what_is_missing_runs(kernels, capsys):
     commands = dry_run(capsys, "kernels", "--output_dir", str(kernels))
-    assert [os.path.relpath(parsed(words)[1].output_dir, kernels) for words in commands] == [
+    folders = []
+    for words in commands:
+        _, args = parsed(words)
+        folders.append(os.path.relpath(args.output_dir, kernels))
+    assert folders == [
         "kernel5_vit_base_100ep",
         "kernel5_vit_base_100ep/finetune_vit_base",
         "prmim50_vit_base_100ep/finetune_vit_base",

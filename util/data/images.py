@@ -241,7 +241,7 @@ class EncodedImages(Images):
         if fitting:
             message += f", as {self.path(fitting[0])!r} has"
         if fitting and pixels.channels < self.in_chans:
-            message += ": a band is missing, see --bands"
+            message += ": a band is missing; pre-training and fine-tuning have --bands for such files"
         return message
 
     def _note_lost(self, i: int) -> None:

@@ -142,7 +142,7 @@ def add_data_flags(group: FlagGroup) -> None:
 def add_pixel_flags(group: FlagGroup) -> None:
     """Adds channels of the images, and the statistics that normalise them."""
     flag = group.add_argument
-    flag("--in_chans", type=int, default=3, at_least=1, help="channels of the images; 3: RGB, without --bands")
+    flag("--in_chans", type=int, default=3, at_least=1, help="channels of the images; 3: RGB")
     flag(
         "--mean",
         type=float,

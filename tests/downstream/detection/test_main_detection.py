@@ -158,15 +158,12 @@ def test_other_categories_are_refused(shapes, detected, encoder, tmp_path, capsy
     assert "has 2 categories that are not the 2 of the run in" in message
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [(torch.nan, "are not finite: pyramid.stages.0.0.bias"), (3e38, "outputs of the model are not finite")],
-)
-def test_a_damaged_model_has_no_scores(shapes, detected, tmp_path, capsys, value, message):
+def test_a_damaged_model_has_no_scores(shapes, detected, tmp_path, capsys):
     content = state(detected)
-    content["model"]["pyramid.stages.0.0.bias"].fill_(value)
+    content["model"]["pyramid.stages.0.0.bias"].fill_(3e38)
     torch.save({**content, "meta": json.dumps(content["meta"])}, tmp_path / "bad.pth")
-    assert message in detect.refuses_to_evaluate(capsys, shapes, tmp_path / "bad.pth", code=3)
+    message = detect.refuses_to_evaluate(capsys, shapes, tmp_path / "bad.pth", code=3)
+    assert "outputs of the model are not finite" in message
 
 
 # --------------------------------------------------------------------------------------------------------- bad input
@@ -178,13 +175,10 @@ def test_a_damaged_model_has_no_scores(shapes, detected, tmp_path, capsys, value
     [
         ("--input_size 40", "--input_size 40 must be a multiple of 16, with patches of 4 pixels"),
         ("--pretrain_size 31", "--pretrain_size 31 must be a multiple of 4"),
-        ("--pretrain_size 0", "--pretrain_size must be at least 1, got 0"),
         ("--max_bad_fraction 0.1", "--max_bad_fraction is not for detection"),
-        ("--recipe coco", "unknown recipe 'coco'; close to it: coco_mask_rcnn_vit_base, coco_mask_rcnn_vit_base_mae "),
         ("--lr_drops 0.5 2", "--lr_drops must be shares in (0, 1], got [0.5, 2.0]"),
         ("--scale_range 2 1", "--scale_range must be two factors 0 < low <= high, got [2.0, 1.0]"),
         ("--data_path nowhere", "instances_train2017.json' does not exist"),
-        ("--val_images nowhere", "does not exist"),
     ],
 )
 def test_bad_flags_are_refused_before_training(shapes, tmp_path, capsys, flags, message):
