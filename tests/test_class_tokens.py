@@ -81,14 +81,6 @@ def test_learned_positions_are_random_trained_and_decayed():
         assert id(table) in decayed_ids
 
 
-def test_one_class_token_is_mae_and_keeps_its_initial_weights():
-    plain = build("--model", "mae_vit_micro_patch4").state_dict()
-    same = build("--model", "mae_vit_micro_patch4", "--num_cls_tokens", 1, "--no-learned_pos_embed").state_dict()
-    assert same.keys() == plain.keys()
-    for name, value in plain.items():
-        assert torch.equal(value, same[name]), name
-
-
 def test_official_weights_with_several_class_tokens():
     model = build("--model", "mae_vit_micro_patch4", *PIXIO)
     weights = official_state_dict(perturbed(model))
@@ -99,19 +91,6 @@ def test_official_weights_with_several_class_tokens():
     assert torch.equal(other.decoder.pos_embed, model.decoder.pos_embed.float())
     with pytest.raises(ValueError, match="cls_token"):
         build("--model", "mae_vit_micro_patch4").load_official(weights)
-
-
-def test_cls_attention_is_that_of_the_first_class_token():
-    torch.manual_seed(0)
-    model = ViTEncoder(**SMALL, num_cls_tokens=4).double()
-    inputs = []
-    block = model.blocks[-1]
-    block.register_forward_hook(lambda module, args, output: inputs.append(args[0]))
-    imgs = torch.randn(2, 3, 16, 16, dtype=torch.float64)
-    model.forward_features(imgs)
-    q, k, _ = block.attn.qkv(block.norm1(inputs[0])).view(2, 20, 3, 3, 8).unbind(2)  # [B, T, heads, d]
-    expected = (torch.einsum("bhd,bthd->bht", q[:, 0], k) / 8**0.5).softmax(dim=-1)[..., 4:]
-    torch.testing.assert_close(model.cls_attention(imgs), expected.float(), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("num_cls_tokens", [1, 3])

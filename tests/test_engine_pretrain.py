@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from timm.layers import DropPath
 from timm.optim import Muon
 from torch import nn
 
@@ -75,24 +74,6 @@ def losses_of(engine):
 
 
 # ----------------------------------------------------------------------------------------------------- ordinary steps
-
-
-class DroppingPaths(TwoLosses):
-    def forward(self, imgs, ids_shuffle):
-        return {"kept": DropPath(0.5)(imgs.flatten(1)).square().mean() + 0 * self.linear.weight.sum()}
-
-
-def test_drop_path_is_drawn_by_the_step_and_no_other_state():
-    """So a resumed run draws what the undisturbed one drew."""
-    (batch,) = stream(1)
-    torch.manual_seed(0)
-    engine = a_loop(model=DroppingPaths())
-    losses = [engine.losses_of(batch, step)["kept"].item() for step in range(4)]
-    assert len(set(losses)) > 1
-    torch.manual_seed(1)
-    engine = a_loop(model=DroppingPaths())
-    assert engine.losses_of(batch, 3)["kept"].item() == losses[3]
-    assert engine.losses_of(batch, 2)["kept"].item() == losses[2]
 
 
 def test_every_micro_batch_of_every_rank_and_step_has_a_seed_of_its_own(monkeypatch):

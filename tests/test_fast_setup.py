@@ -12,14 +12,6 @@ from util.run import distributed, shard
 from util.run.distributed import Process
 
 
-@pytest.mark.parametrize(("flag", "is_compiled"), [("--compile", True), ("--no-compile", False)])
-def test_a_model_is_compiled_if_the_flag_says_so(photos, tmp_path, monkeypatch, flag, is_compiled):
-    models = []
-    monkeypatch.setattr(shard, "compile_parts", models.append)
-    pretrain(photos, tmp_path / "out", flag, "--max_steps", 1, "--picture_every", 0)
-    assert len(models) == is_compiled
-
-
 class Built(Exception):
     """Stops a run where it would join the other processes."""
 

@@ -7,7 +7,6 @@ import main_finetune
 from encoders import classifiers
 from recipes import FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from tests.test_recipes import assert_settings
-from util.run.cli import parse_with_recipe
 
 # Recipes and their settings; the later of two lines wins. `peak` is the learning rate at the total batch size.
 RELEASES = [
@@ -130,8 +129,3 @@ def test_flags_are_frozen():
     """Users' scripts depend on these names: a removal or renaming must be deliberate."""
     flags = {action.dest for action in main_finetune.get_args_parser()._actions} - {"help"}
     assert flags == set(FLAGS.split())
-
-
-def test_a_recipe_of_a_flag_that_does_not_exist_is_refused():
-    with pytest.raises(SystemExit):
-        parse_with_recipe(main_finetune.get_args_parser(), {"odd": dict(depth=3)}, ["--recipe", "odd"])

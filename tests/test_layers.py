@@ -120,7 +120,8 @@ def test_each_file_in_scripts_and_tools_is_a_program():
     """What programs share is in scripts/parts."""
     files = {*ROOT.glob("scripts/*.py"), *ROOT.glob("tools/*.py")}
     for path in files - {ROOT / "scripts" / "__init__.py", ROOT / "tools" / "__init__.py"}:
-        assert '\nif __name__ == "__main__":' in path.read_text(), path
+        text = path.read_text()
+        assert '\nif __name__ == "__main__":\n    run_program(main' in text, path
 
 
 def test_help_waits_for_no_slow_library():

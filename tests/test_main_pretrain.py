@@ -13,16 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torchvision.datasets import CIFAR10
 
 import main_pretrain
 from encoders.window_groups import WindowGrouper
 from frameworks import models_greenmim_pr, registry
-from scripts import pack_dataset
 from scripts.export import export
-from tests.runs import assert_same_state, finetune, finish, pretrain, reports, state
+from tests.runs import assert_same_state, finetune, finish, pretrain, reports, reports_without_times, state
 from tests.warm import run_by_torchrun
-from util.data import images
 from util.data import open as open_data
 from util.data.images import FolderImages
 from util.run import distributed, shard
@@ -111,7 +108,7 @@ def test_a_run_with_muon_resumes_exactly_and_its_encoder_is_told_from_others(pho
     export(tmp_path / "encoder.safetensors", tmp_path / "folder")
     for encoder in ("whole", "encoder.safetensors", "folder"):
         out = tmp_path / f"tuned from {encoder}"
-        finetune(labelled, out, "--finetune", tmp_path / encoder)
+        finetune(labelled, out, "--finetune", tmp_path / encoder, "--max_steps", 1)
         assert (out / "log.txt").read_text().count("note: Muon has pre-trained the encoder") == 1
     pretrain(photos, tmp_path / "more", *flags, "--pretrained", tmp_path / "whole")
     assert "Muon" not in (tmp_path / "more" / "log.txt").read_text()
@@ -154,18 +151,18 @@ def test_a_run_leaves_what_it_promises(photos, tmp_path, capsys):
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
     assert [event.step for event in events.Images("reconstruction")] == [6]
     assert (out / "log.txt").read_text().count("epoch 0, step") == 3
-    assert re.search(r"loss +[\d.]+ in epoch 0, [\d.]+ in epoch 1\n", capsys.readouterr().out)
+    summary = r"loss +[\d.]+ in epoch 0, [\d.]+ in epoch 1\n"
+    assert re.search(summary, capsys.readouterr().out)
+    # A finished run says so again.
+    files = sorted(os.listdir(out))
+    pretrain(photos, out)
+    assert re.search(summary, capsys.readouterr().out)
+    assert sorted(os.listdir(out)) == files
+    assert len(reports(out)) == 6
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--throw_ratio 0 --precision bf16",
-        "--no-progressive --sampling random",
-        "--input_size 32 48 --throw_ratio 0.6",
-    ],
-)
-def test_other_arms_of_the_method_run(photos, tmp_path, flags):
+def test_another_arm_of_the_method_runs(photos, tmp_path):
+    flags = "--input_size 32 48 --throw_ratio 0.6 --no-progressive --sampling random --precision bf16"
     pretrain(photos, tmp_path, *flags.split(), "--max_steps", 3)
     losses = [report["loss"] for report in reports(tmp_path)]
     assert len(losses) == 3
@@ -178,11 +175,6 @@ def teacher(photos, tmp_path_factory):
     folder = tmp_path_factory.mktemp("teacher")
     pretrain(photos, folder, "--model", "mae_vit_micro_patch4", "--max_steps", 1)
     return folder
-
-
-def test_localmim_logs_the_loss_of_each_scale(photos, tmp_path):
-    pretrain(photos, tmp_path, "--model", "localmim_vit_micro_patch4", "--max_steps", 1)
-    assert {"loss_hog1", "loss_hog2", "loss_hog4", "loss_hog8"} <= reports(tmp_path)[0].keys()
 
 
 def test_greenmim_trains_on_plans_of_its_workers_and_resumes(photos, tmp_path, monkeypatch):
@@ -229,16 +221,6 @@ def test_tec_trains_and_resumes_with_its_teacher(photos, tmp_path, capsys, teach
     assert "the teacher's weights have changed" in message
 
 
-def test_the_same_batches_by_any_number_of_workers_from_a_folder_or_packed(photos, tmp_path):
-    packed = tmp_path / "packed"
-    pack_dataset.main([str(photos), str(packed), "--workers", "1", "--shard_mb", "1"])
-    expected = pretrain(photos, tmp_path / "alone", "--max_steps", 2)
-    four = pretrain(photos, tmp_path / "four", "--max_steps", 2, "--num_workers", 4)
-    assert_same_state(four, expected)
-    tars = pretrain(packed, tmp_path / "tars", "--max_steps", 2, "--num_workers", 1)
-    assert_same_state(tars, expected)
-
-
 def test_the_reference_loader_gives_nearly_the_same_run(photos, tmp_path):
     losses = {}
     for loader in ("fast", "reference"):
@@ -276,16 +258,6 @@ def test_loss_falls(photos, tmp_path):
     assert losses[-1] < 0.75 * losses[0]
 
 
-STEADY = ("step", "loss", "epoch_loss", "grad_norm", "lr")  # what depends on no clock
-
-
-def steady_log(folder):
-    log = []
-    for report in reports(folder):
-        log.append({name: report.get(name) for name in STEADY})
-    return log
-
-
 @pytest.mark.fault("F1", "a stop in mid-epoch", "exact")
 @pytest.mark.fault("F3", "other numbers of workers at each start", "exact")
 @pytest.mark.fault("F6", "a signal in the middle of an accumulation", "the step is finished, then saved; exact")
@@ -311,7 +283,7 @@ def test_a_run_stopped_inside_an_accumulation_and_an_epoch_resumes_bit_for_bit(p
     assert micro_batches[-1] == (3, 1)
     assert "stopped by SIGTERM after step 4 of 6; the same command goes on from there" in capsys.readouterr().out
     assert_same_state(pretrain(photos, tmp_path / "parts", *flags, "--num_workers", 1), expected)
-    assert steady_log(tmp_path / "parts") == steady_log(tmp_path / "whole")
+    assert reports_without_times(tmp_path / "parts") == reports_without_times(tmp_path / "whole")
     assert [report["step"] for report in reports(tmp_path / "whole")] == [3, 6]
 
 
@@ -345,16 +317,6 @@ def test_a_signal_to_one_of_two_processes_stops_both_and_loses_no_step(photos, t
     assert [report["step"] for report in reports(tmp_path)] == [1, 2, 3, 4, 5]
 
 
-def test_a_finished_run_says_so_again(photos, tmp_path, capsys):
-    pretrain(photos, tmp_path)
-    files = sorted(os.listdir(tmp_path))
-    capsys.readouterr()
-    pretrain(photos, tmp_path)
-    assert "in epoch 0, " in capsys.readouterr().out
-    assert sorted(os.listdir(tmp_path)) == files
-    assert len(reports(tmp_path)) == 6
-
-
 @pytest.mark.parametrize(
     ("losses", "lines"),
     [
@@ -373,21 +335,6 @@ def test_the_summary_names_the_epochs_of_the_losses(losses, lines):
     run = argparse.Namespace(log=log, progress=lambda: "for 18 steps")
     args = argparse.Namespace(model="a", throw_ratio=0.5)
     assert main_pretrain.summary_of_run(args, run)[1:] == lines
-
-
-def test_divergence_ends_with_exit_code_3(photos, tmp_path, capsys, monkeypatch):
-    def diverge(*_):
-        raise FloatingPointError("not finite")
-
-    monkeypatch.setattr(TrainLoop, "begin_step", diverge)
-    assert "error: not finite" in pretrain.refused(capsys, photos, tmp_path / "out", code=3)
-
-
-def test_total_batch_size_derives_accumulation(photos, undisturbed_run, tmp_path):
-    accumulated = pretrain(photos, tmp_path, "--batch_size", 4, "--total_batch_size", 8)
-    assert accumulated["meta"]["settings"]["accum_iter"] == 2
-    for name, value in state(undisturbed_run(pretrain, photos))["model"].items():
-        torch.testing.assert_close(accumulated["model"][name], value, rtol=1e-3, atol=1e-5)
 
 
 def test_a_compiled_run_has_all_its_graphs_before_the_first_step(photos, tmp_path, monkeypatch):
@@ -421,13 +368,15 @@ def test_a_compiled_run_has_all_its_graphs_before_the_first_step(photos, tmp_pat
         return grouper.group(units, sizes)
 
     monkeypatch.setattr(WindowGrouper, "__call__", group_large_half_of_the_time)
-    eager = pretrain(photos, tmp_path / "eager", *GREENMIM)
     monkeypatch.replace_in(shard, "torch.compile", partial(torch.compile, backend=backend))
+    eager = pretrain(photos, tmp_path / "eager", *GREENMIM)
+    assert not graphs
     monkeypatch.setattr(TrainLoop, "begin_step", begin_and_count)
     monkeypatch.setattr(TrainLoop, "next_batch", take_and_look)
     compiled = pretrain(photos, tmp_path / "compiled", *GREENMIM, "--compile")
     assert len(shapes) == 2
     assert num_graphs == [len(graphs)] * 6
+    assert num_graphs[0] > 0
     for name, value in eager["model"].items():
         torch.testing.assert_close(compiled["model"][name], value, rtol=1e-3, atol=1e-5, msg=name)
 
@@ -477,53 +426,26 @@ TEC = "--model tec_vit_micro_patch4"
     ("flags", "message"),
     [
         ("--data_path {tmp}/nowhere", "nowhere' is not a folder"),
-        ("--data_path {tmp}/empty", "empty' holds no image"),
-        ("--data_path {tmp}/hollow", "no valid file for the classes dog"),
-        ("--data_path {tmp}/fake --max_bad_fraction 0", "1.jpg' is not a readable image"),
-        ("--data_path {tmp}/fake/1.jpg", "1.jpg' is not a folder"),
-        ("--dataset cifar10 --data_path {tmp}/empty", "cifar10 is not in --data_path"),
         ("--input_size 30", "not divisible by --patch_size 4; the nearest size that is: 32 x 32"),
         ("--input_size 32 32 32", "--input_size takes one or two numbers, got [32, 32, 32]"),
         ("--patch_size 0", "not divisible by --patch_size 0"),
-        ("--throw_ratio 0.75", "got --throw_ratio 0.75 and --mask_ratio 0.75"),
         ("--mask_ratio 0.99", "leaves none of 64 tokens visible"),
-        ("--input_size 4", "leaves none of 1 token visible"),
-        ("--kernel_size 4", "kernel_size must be odd"),
         ("--batch_size 0", "--batch_size must be at least 1, got 0"),
-        ("--total_batch_size 0", "--total_batch_size must be at least 1, got 0"),
-        ("--accum_iter -1", "--accum_iter must be at least 1, got -1"),
-        ("--max_steps 0", "--max_steps must be at least 1, got 0"),
-        ("--num_workers -1", "--num_workers must be at least 0, got -1"),
         ("--batch_size 25", "24 images, fewer than one total batch of 25"),
         ("--warmup_epochs 3", "--warmup_epochs 3.0 must lie between 0 and --epochs 2"),
         ("--crop_scale 0 1", "--crop_scale must be two areas"),
         ("--device cuda", "torch sees no GPU"),
         ("--resume {tmp}/nowhere.pth", "no checkpoint at"),
-        ("--output_dir {tmp}/fake/1.jpg", "--output_dir"),
-        ("--epoch 3 --frobnicate", "unrecognized arguments: --frobnicate"),
-        ("--decoder_order true", "--decoder_order belongs to greenmim models"),
+        ("--output_dir {tmp}/file", "--output_dir"),
         (TEC, "needs --teacher"),
-        (f"{TEC} --teacher nowhere.pth", "'nowhere.pth' is neither a file nor the name of a timm"),
-        (f"{TEC} --teacher {{teacher}} --patch_size 8", "cuts patches of 4 px, the student of 8"),
-        (f"{TEC} --teacher {{teacher}} --att_topk 65", "att_topk must be from 1 to 64"),
         ("--teacher {teacher}", "--teacher belongs to tec models"),
     ],
 )
 def test_user_errors_are_one_paragraph_before_the_first_step(
     photos, teacher, tmp_path, capsys, monkeypatch, flags, message
 ):
-    class NoNetwork(CIFAR10):
-        def download(self):
-            raise OSError("no route to host")
-
-    monkeypatch.replace_in(images, "torchvision.datasets.CIFAR10", NoNetwork)
     monkeypatch.replace_in(distributed, "torch.cuda.is_available", lambda: False)
-    for name in ("empty", "hollow/cat", "hollow/dog", "fake"):
-        (tmp_path / name).mkdir(parents=True)
-    picture = next((photos / "train" / "cat").iterdir()).read_bytes()
-    (tmp_path / "hollow" / "cat" / "0.jpg").write_bytes(picture)
-    (tmp_path / "fake" / "0.jpg").write_bytes(picture)
-    (tmp_path / "fake" / "1.jpg").write_text("hello")
+    (tmp_path / "file").touch()
     words = [word.format(tmp=tmp_path, teacher=teacher) for word in flags.split()]
     assert message in pretrain.refused(capsys, photos, tmp_path / "out", *words)
     assert not (tmp_path / "out").exists()

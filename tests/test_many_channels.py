@@ -114,12 +114,16 @@ def test_a_probe_sees_the_images_that_the_run_has_seen(bands, encoder, tmp_path)
 
 def test_fine_tuning_on_five_bands(bands, encoder, classifier, dtype):
     assert pixels_of(classifier) == pixels_of(encoder)
+    assert state(classifier)["meta"]["settings"]["input_size"] == 32  # not [32, 32]
     log = (classifier / "log.txt").read_text()
     assert "pixel mean and deviation are those of the encoder" in log
     assert "measured on" not in log
     assert f"note: --aa rand-m9-mstd0.5-inc1 is not applied, because the images have {PixelFormat(5, dtype)}" in log
     results = json.loads((classifier / "results.json").read_text())
-    assert evaluate(bands, classifier)["loss"] == pytest.approx(results["last"]["val_loss"], rel=1e-5)
+    expected = results["last"]["val_loss"]
+    assert evaluate(bands, classifier)["loss"] == pytest.approx(expected, rel=1e-5)
+    other_mean = evaluate(bands, classifier, "--mean", 0, 0, 0, 0, 0)
+    assert other_mean["loss"] != pytest.approx(expected, rel=1e-4)
 
 
 def test_exported_encoders_have_the_pixels_of_the_run(bands, encoder, dtype, tmp_path):
@@ -152,10 +156,6 @@ def test_an_exported_classifier_is_evaluated_as_the_run_is(bands, classifier, tm
     ("program", "flags", "message"),
     [
         (pretrain, [], "but the model takes 3 channels (--in_chans in training)"),
-        (finetune, ["--in_chans", 4], "but the model takes 4 channels (--in_chans in training)"),
-        (pretrain, ["--in_chans", 0], "--in_chans must be at least 1, got 0"),
-        (pretrain, ["--in_chans", 5, "--mean", 0.5, 0.5], "--mean must have a value for each of 5 channels, got"),
-        (finetune, ["--in_chans", 5, "--mean", 0.5, 0.5], "--mean must have a value for each of 5 channels, got"),
         (finetune, ["--in_chans", 5, "--aa", "rand-m9"], "--aa rand-m9 is for RGB images of 8 bits, the data has 5"),
     ],
 )
@@ -235,7 +235,7 @@ def other_encoder(rgb_encoder, tmp_path):
     return save_checkpoint(folder, 1, {"model": weights}, content["meta"])
 
 
-@pytest.mark.parametrize("channels", [1, 2, 5, 7])
+@pytest.mark.parametrize("channels", [1, 5])
 @pytest.mark.parametrize(("factory", "part"), [(vit_micro_patch4, "encoder"), (mae_vit_micro_patch4, "blocks")])
 def test_rgb_weights_start_other_channels(rgb_encoder, channels, factory, part):
     theirs = contents(rgb_encoder)["model"]
@@ -260,25 +260,6 @@ def test_another_framework_takes_the_encoder(rgb_encoder, name):
     for key, value in contents(rgb_encoder)["model"].items():
         if key.startswith(("blocks.", "patch_embed.", "cls_token", "pos_embed")):
             assert torch.equal(ours[key], value), key
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(embed_dim=192), "holds an encoder of width 96, this MaskedAutoencoderViT has width 192"),
-        (dict(patch_size=8), "patch size 4, this MaskedAutoencoderViT has 8: give --patch_size 4"),
-    ],
-)
-def test_weights_of_another_size_are_refused(rgb_encoder, options, message):
-    with pytest.raises(CheckpointError, match=message):
-        load_encoder(mae_vit_micro_patch4(**options), rgb_encoder, "blocks")
-
-
-def test_first_weights_of_another_kind_of_encoder_are_refused(rgb_encoder, tmp_path):
-    weights = contents(rgb_encoder)["model"] | {"blocks.0.ls1.gamma": torch.ones(96)}
-    torch.save({"model": weights}, tmp_path / "scaled.pth")
-    with pytest.raises(CheckpointError, match="scaled.pth.* another kind of encoder.* has no blocks.0.ls1.gamma"):
-        load_encoder(mae_vit_micro_patch4(), tmp_path / "scaled.pth", "blocks")
 
 
 def test_an_exported_encoder_brings_its_statistics(rgb_encoder, labelled, tmp_path):
@@ -352,19 +333,3 @@ def test_rectangles_in_fine_tuning(labelled, tmp_path, capsys, framework, model,
     said = refused(capsys, main_finetune.main, *evaluation(tmp_path / "out", labelled, "--input_size", 32))
     assert "--input_size 32, but the classifier at" in said
     assert f"has [32, {width}]" in said
-
-
-def test_squares_are_recorded_as_one_number(classifier):
-    assert state(classifier)["meta"]["settings"]["input_size"] == 32
-    assert main_finetune.parse_args(["--input_size", "32", "32"])[1].input_size == 32
-
-
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        ([32, 48, 64], "--input_size takes one or two numbers, got [32, 48, 64]"),
-        ([32, 50], "img_size 32 x 50 is not divisible by --patch_size 4"),
-    ],
-)
-def test_sizes_that_cannot_be(labelled, tmp_path, capsys, size, message):
-    assert message in finetune.refused(capsys, labelled, tmp_path / "new", "--input_size", *size)

@@ -8,9 +8,6 @@ from encoders.load import load_encoder
 from encoders.models_swin import (
     SwinEncoder,
     SwinTransformer,
-    cut_windows,
-    join_windows,
-    shifted_mask,
     swin_base_patch4_window7,
     swin_large_patch4_window14,
 )
@@ -33,7 +30,9 @@ def timm_names(state_dict):
     return renamed
 
 
-@pytest.mark.parametrize("changes", [{}, dict(img_size=32), dict(img_size=(64, 96), window_size=2)])
+@pytest.mark.parametrize(
+    "changes", [{}, dict(img_size=32), dict(img_size=(64, 96), window_size=2), dict(img_size=112, window_size=7)]
+)
 def test_equals_timm_on_the_same_weights(changes):
     torch.manual_seed(0)
     options = SIZES | changes | dict(num_classes=7)
@@ -46,30 +45,6 @@ def test_equals_timm_on_the_same_weights(changes):
     assert all("index" in key or "attn_mask" in key for key in fit.missing_keys)
     imgs = torch.randn(2, 3, *ours.img_size, dtype=torch.float64)
     torch.testing.assert_close(ours(imgs), theirs(imgs), rtol=1e-8, atol=1e-8)
-
-
-@pytest.mark.parametrize(("grid", "window", "shift"), [((8, 8), 4, 2), ((6, 12), 3, 1), ((14, 14), 7, 3)])
-def test_shifted_attention_is_confined_to_true_windows(grid, window, shift):
-    """Two tokens attend to each other if floor((c - shift + w) / w) is equal on both axes."""
-    rows, columns = grid
-    tokens = torch.arange(rows * columns).view(1, rows, columns, 1)
-    windows = cut_windows(tokens.roll((-shift, -shift), dims=(1, 2)), window)[0, :, :, 0]
-    seen = torch.zeros(rows * columns, rows * columns, dtype=torch.bool)
-    for ids, mask in zip(windows, shifted_mask(grid, window, shift), strict=True):
-        seen[ids.unsqueeze(1), ids] = mask == 0
-    token = torch.arange(rows * columns)
-    y = (token // columns - shift + window) // window
-    x = (token % columns - shift + window) // window
-    same_window = (y.unsqueeze(1) == y) & (x.unsqueeze(1) == x)
-    assert torch.equal(seen, same_window)
-
-
-def test_windows_are_cut_and_joined():
-    x = torch.arange(2 * 6 * 4).view(2, 6, 4, 1)
-    windows = cut_windows(x, 2)
-    assert windows.shape == (2, 6, 4, 1)
-    assert windows[0, 3, :, 0].tolist() == [10, 11, 14, 15]
-    assert torch.equal(join_windows(windows, 2, (6, 4)), x)
 
 
 def test_published_sizes():

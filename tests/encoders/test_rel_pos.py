@@ -8,9 +8,7 @@ import torch
 
 from encoders.rel_pos import (
     geometric_offsets,
-    grid_coords,
     interpolation_matrix,
-    relative_offset_index,
     resize_bias_table,
 )
 
@@ -102,19 +100,3 @@ def test_small_tables():
 def test_tables_of_other_windows_are_refused():
     with pytest.raises(ValueError, match="a bias table of 120 rows does not belong to 11 x 11 offsets"):
         resize_bias_table(torch.zeros(120, 2), (6, 6), (7, 7))
-
-
-@pytest.mark.parametrize("grid", [(3, 5), (4, 4), (1, 2)])
-def test_an_offset_has_one_row_of_the_table_wherever_it_occurs(grid):
-    """Rows are numbered in raster order of the offsets, query less key."""
-    rows, columns = grid
-    coords = grid_coords(rows, columns)
-    assert coords.tolist() == [list(cell) for cell in np.ndindex(grid)]
-    index = relative_offset_index(torch.stack([coords, coords.flip(0)]), grid)
-    assert index.dtype == torch.int64
-    for i, query in enumerate(coords.tolist()):
-        for j, key in enumerate(coords.tolist()):
-            down = query[0] - key[0] + rows - 1
-            across = query[1] - key[1] + columns - 1
-            assert index[0, i, j] == down * (2 * columns - 1) + across
-    assert torch.equal(index[1], index[0].flip(0, 1))

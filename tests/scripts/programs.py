@@ -7,12 +7,10 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import submitit_launch  # noqa: F401
 from downstream.robustness import main_robustness  # noqa: F401  (imports all libraries before the forks)
-from tests.until import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [*ROOT.glob("scripts/*.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("downstream/*/demo.py")]
@@ -21,25 +19,16 @@ MAIN_FILES = [*ROOT.glob("main_*.py"), ROOT / "submitit_launch.py", *ROOT.glob("
 MAINS = sorted(path.relative_to(ROOT).as_posix() for path in MAIN_FILES)
 
 
-def run_file(
-    name: str,
-    *arguments: object,
-    cwd: Path,
-    interrupt_when: Callable[[], bool] | None = None,
-) -> subprocess.CompletedProcess[str]:
+def run_file(name: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run `python ROOT/name arguments` in a fork of this process, which imports the project's modules again.
 
-    As in `subprocess`, returncode is negative if a signal ended the program. It gets SIGINT once `interrupt_when()` is
-    true: it must be one that does not end before.
+    As in `subprocess`, returncode is negative if a signal ended the program.
     """
     command = [str(ROOT / name), *map(str, arguments)]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         if (pid := os.fork()) == 0:
             _become(command, cwd, out.fileno(), err.fileno())
         try:
-            if interrupt_when is not None:
-                wait_until(interrupt_when)
-                os.kill(pid, signal.SIGINT)
             _, status = os.waitpid(pid, 0)
         except BaseException:  # the time of the test is over
             os.kill(pid, signal.SIGKILL)
@@ -56,7 +45,8 @@ def _become(command: list[str], cwd: Path, out: int, err: int) -> None:
         os.chdir(cwd)
         os.dup2(out, 1)
         os.dup2(err, 2)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
+        sys.stdout = open(1, "w", closefd=False)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)
         sys.argv = command
         sys.path = [str(Path(command[0]).parent), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
         for name, module in list(sys.modules.items()):

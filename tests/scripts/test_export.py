@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 
 import pytest
 import timm
@@ -13,8 +14,7 @@ import models_mae_pr
 from downstream.probe.models import open_encoder
 from encoders.classifiers import load_classifier
 from encoders.load import load_encoder, load_model
-from models_vit import VisionTransformer, ViTEncoder, vit_micro_patch4
-from scripts import export
+from models_vit import ViTEncoder, vit_micro_patch4
 from tests.scripts.exports import (
     CLOSE,
     VIT,
@@ -26,7 +26,6 @@ from tests.scripts.exports import (
     run,
     shake,
 )
-from util.run.checkpoint import save_checkpoint
 
 SUFFIXES = (".safetensors", ".pth")
 MICRO_IN_TIMM = {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 3}
@@ -74,17 +73,6 @@ def test_classifier(tmp_path, capsys, options):
     torch.testing.assert_close(in_timm(out, num_classes=5, **options)(imgs), ours(imgs), **CLOSE)
     with safe_open(out, "pt") as file:
         assert file.metadata()["classes"] == '["a", "b", "c", "d", "e"]'
-
-
-@torch.no_grad()
-def test_linear_probe_is_folded_into_one_layer(tmp_path, capsys):
-    path, ours = finetuned(tmp_path, VIT[1], global_pool="token", probe=True)
-    out = tmp_path / "probe.pth"
-    run(capsys, path, out)
-    assert [name for name in weights_in(out) if name.startswith("head.")] == ["head.weight", "head.bias"]
-    imgs = torch.randn(3, 3, 32, 32)
-    theirs = in_timm(out, num_classes=5, global_pool="token")
-    torch.testing.assert_close(theirs(imgs), ours(imgs), **CLOSE)
 
 
 def test_a_release_of_mae_with_a_pickled_namespace(tmp_path, capsys):
@@ -190,65 +178,23 @@ def test_a_classifier_keeps_its_evaluation_view(tmp_path, capsys, name):
 # ---------------------------------------------------------------------------------------------- what is refused
 
 
-def without(name):
-    return lambda weights: weights.pop(name)
-
-
-def with_tensor(name, *shape):
-    return lambda weights: weights.update({name: torch.zeros(shape)})
-
-
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("name", "shape", "message"),
     [
-        (without("patch_embed.proj.weight"), "no encoder of a known kind"),
-        (without("norm.bias"), "missing: norm.bias"),
-        (with_tensor("blocks.0.ls1.gamma", 96), "this ViTEncoder has no blocks.0.ls1.gamma"),
-        (with_tensor("pos_embed", 1, 3, 96), "positions for 2 tokens, which is no square"),
-        (with_tensor("head.weight", 5, 96), "1 missing: head.bias"),
+        ("pos_embed", (1, 3, 96), "positions for 2 tokens, which is no square"),
+        ("head.weight", (5, 96), "1 missing: head.bias"),
     ],
 )
-def test_weights_of_other_models_are_refused(tmp_path, capsys, edit, message):
+def test_weights_of_other_models_are_refused(tmp_path, capsys, name, shape, message):
     weights = vit_micro_patch4(global_pool="token").state_dict()
-    weights = {name: value for name, value in weights.items() if not name.startswith("head.")}
-    edit(weights)
+    weights = {key: value for key, value in weights.items() if not key.startswith("head.")}
+    weights[name] = torch.zeros(shape)
     torch.save({"model": weights}, tmp_path / "weights.pth")
     assert message in refused(capsys, tmp_path / "weights.pth", tmp_path / "encoder.pth")
 
 
-def test_unknown_sizes_are_refused(tmp_path, capsys):
-    model = VisionTransformer(img_size=32, embed_dim=48, depth=2, num_heads=3, global_pool="token")
-    torch.save({"model": model.state_dict()}, tmp_path / "wide.pth")
-    message = refused(capsys, tmp_path / "wide.pth", tmp_path / "encoder.pth")
-    assert "none is known for width 48 and depth 2; known (width, depth): (64, 3), (96, 4)" in message
-
-
-def test_files_that_hold_no_checkpoint_are_refused(tmp_path, capsys):
-    (tmp_path / "text.pth").write_text("hello")
-    out = tmp_path / "encoder.pth"
-    assert "cannot be read as a checkpoint" in refused(capsys, tmp_path / "text.pth", out)
-    assert "no checkpoint at" in refused(capsys, tmp_path / "nowhere.pth", out)
-    assert "holds no intact checkpoint" in refused(capsys, tmp_path, out)
-
-
-@pytest.mark.parametrize(
-    ("out", "message"),
-    [
-        ("encoder.bin", "must end in .safetensors or .pth"),
-        ("checkpoint-3.pth/encoder.pth", "checkpoint-3.pth' cannot be made: File exists"),
-    ],
-)
-def test_names_that_cannot_be_written_are_refused(tmp_path, capsys, out, message):
-    path = pretrained(tmp_path, VIT[0])
-    assert message in refused(capsys, path, tmp_path / out)
-
-
-def test_a_kind_of_encoder_that_timm_cannot_read_from_a_file_is_named(tmp_path, capsys):
-    """A file without settings is recognised by its bias tables."""
-    weights = {"cls_token": torch.zeros(1), "blocks.0.attn.relative_position_bias_table": torch.zeros(2, 2)}
-    torch.save(weights, tmp_path / "bare.pth")
-    message = refused(capsys, tmp_path / "bare.pth", tmp_path / "encoder.pth")
-    assert "holds a ViT with relative positions: only plain ViTs can be exported" in message
+def test_a_path_without_a_checkpoint_is_refused(tmp_path, capsys):
+    assert "no checkpoint at" in refused(capsys, tmp_path / "nowhere.pth", tmp_path / "encoder.pth")
 
 
 def test_a_missing_final_norm_is_said(tmp_path, capsys):
@@ -263,10 +209,20 @@ def test_a_missing_final_norm_is_said(tmp_path, capsys):
 # ---------------------------------------------------------------------------------------------- MAE's own names
 
 FOR_MAE = ("--format", "mae")
-# Names of MAE's full releases that are not the encoder's.
-MAE_DECODER = {"mask_token", "decoder_pos_embed", "decoder_embed", "decoder_blocks", "decoder_norm", "decoder_pred"}
 
 
+def names_of_mae():
+    """The names of the tensors in MAE's releases, with N for the number of a block."""
+    layers = ["patch_embed.proj", "norm", "decoder_embed", "decoder_norm", "decoder_pred"]
+    for layer in ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2"):
+        layers += [f"blocks.N.{layer}", f"decoder_blocks.N.{layer}"]
+    names = {"cls_token", "pos_embed", "mask_token", "decoder_pos_embed"}
+    for layer in layers:
+        names |= {f"{layer}.weight", f"{layer}.bias"}
+    return names
+
+
+@pytest.mark.fault("U55", "a pre-trained MAE exported to the names of MAE's releases", "equal weights, read back")
 @pytest.mark.parametrize(
     ("flags", "notes"),
     [
@@ -283,8 +239,7 @@ def test_pretrained_weights_under_mae_s_names(tmp_path, capsys, flags, notes):
     lines = run(capsys, path, tmp_path / "mae.pth", *FOR_MAE)
     assert [line[:80] for line in lines[1:]] == [note[:80] for note in notes]
     weights = weights_in(tmp_path / "mae.pth")
-    parts = {name.split(".")[0] for name in weights}
-    assert parts == {"cls_token", "pos_embed", "patch_embed", "blocks", "norm"} | MAE_DECODER
+    assert {re.sub(r"\.\d+\.", ".N.", name) for name in weights} == names_of_mae()
     other = models_mae_pr.mae_vit_micro_patch4(throw_ratio=0)
     other.load_official({"model": weights})
     for name, value in other.state_dict().items():
@@ -325,13 +280,3 @@ def test_other_files_are_refused_for_mae(tmp_path, capsys):
     run(capsys, path, tmp_path / "encoder.pth")
     error = refused(capsys, tmp_path / "encoder.pth", tmp_path / "again.pth", *FOR_MAE)
     assert "does not hold the settings of its model" in error
-
-
-def test_outputs_that_are_not_finite_are_not_written(tmp_path, capsys):
-    path, model = pretrained_run(tmp_path, "--throw_ratio", "0")
-    model.pos_embed.data.fill_(3e38)
-    settings = export.read(path).settings
-    path = save_checkpoint(tmp_path, 4, {"model": model.state_dict()}, {"settings": settings})
-    with pytest.raises(FloatingPointError):
-        export.export(path, tmp_path / "mae.pth", layout="mae")
-    assert not (tmp_path / "mae.pth").exists()

@@ -8,7 +8,7 @@ from PIL import Image
 from encoders.classifiers import load_classifier
 from encoders.load import load_encoder, load_model, read
 from models_vit import vit_micro_patch4
-from tests.scripts.exports import NORMLESS, RELATIVE, SWIN, VIT, finetuned, pretrained, pretrained_run, refused, run
+from tests.scripts.exports import NORMLESS, RELATIVE, VIT, finetuned, pretrained, pretrained_run, refused, run
 from util.data.pixel_format import PixelFormat
 from util.data.statistics import normalizer
 from util.data.transforms import ResizeCenterCrop
@@ -65,12 +65,6 @@ def test_a_masked_autoencoder(tmp_path, capsys, flags):
     torch.testing.assert_close(output.logits[mask], pred[mask], **CLOSE)
     features = load_features(tmp_path / "mae")(imgs).last_hidden_state
     torch.testing.assert_close(features, model.forward_features(imgs), **CLOSE)
-
-
-def test_a_decoder_that_has_seen_fewer_tokens_is_said(tmp_path, capsys):
-    path, _ = pretrained_run(tmp_path, "--throw_ratio", "0.5", "--no-progressive")
-    lines = run(capsys, path, tmp_path / "mae", *FORMAT)
-    assert any("the decoder has seen fewer tokens than MAE gives it" in line for line in lines)
 
 
 @torch.no_grad()
@@ -187,7 +181,6 @@ def test_the_processor_is_the_evaluation_view(tmp_path, capsys, dtype, channels,
     ("name", "out", "message"),
     [
         (RELATIVE[0], "e", "holds a ViT with relative positions: only plain ViTs can be exported for Transformers"),
-        (SWIN[0], "e", "leave out --format transformers for a folder for timm"),
         (VIT[0], "e.safetensors", "--format transformers writes a folder: give --out without a suffix"),
     ],
 )

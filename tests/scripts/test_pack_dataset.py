@@ -136,8 +136,10 @@ def test_shards_are_webdataset_s_and_keep_odd_names(odd, tmp_path, small_shards,
             labels.append(int(sample.pop("cls")))
             ((extension, data),) = sample.items()
             assert Image.open(io.BytesIO(data)).format == {"jpg": "JPEG", "png": "PNG"}[extension]
-            assert extension == "jpg" or not flags
-            assert flags or data == source.read(len(labels) - 1)
+            if flags:
+                assert extension == "jpg"
+            else:
+                assert data == source.read(len(labels) - 1)
     assert len(source) == 21
     assert labels == source.labels.tolist()
     ours = open_images("folder", tmp_path / "packed")
@@ -195,25 +197,18 @@ def test_splits_by_other_names_are_packed(photos, tmp_path):
     shutil.copytree(photos / "train", root / "validation")
     shutil.copytree(photos / "train" / "cat", root / "Training" / ".ipynb_checkpoints")
     pack(root, tmp_path / "packed")
-    assert sorted(contents_of_tree(tmp_path / "packed")) == ["train", "val"]
+    assert sorted(path.name for path in (tmp_path / "packed").iterdir()) == ["train", "val"]
     for split in ("train", "val"):
         assert_same_images(
             open_images("folder", tmp_path / "packed", split, labelled=True), FolderImages(photos / "train")
         )
 
 
-def contents_of_tree(folder):
-    return [path.name for path in folder.iterdir()]
-
-
 @pytest.mark.parametrize(
     ("source", "destination", "message"),
     [
         ("nowhere", "out", "error: SOURCE '.*nowhere' is not a folder"),
-        ("packed", "out", "SOURCE '.*packed.*' holds tars, which need no packing"),
         ("tars", "out", "SOURCE '.*tars' holds tars, which need no packing"),
-        ("photos.zip", "out", "SOURCE '.*photos.zip' is not a folder: unpack photos.zip"),
-        ("flat", "flat", "would lie among the images of '.*flat': choose another DESTINATION"),
         ("flat", "flat/packed", "would lie among the images of '.*flat': choose another DESTINATION"),
     ],
 )
@@ -221,7 +216,6 @@ def test_sources_that_cannot_be_packed(photos, packed, tmp_path, capsys, source,
     (tmp_path / "tars").mkdir()
     with tarfile.open(tmp_path / "tars" / "train.tar", "w") as tar:
         tar.add(photos / "train", "train")
-    (tmp_path / "photos.zip").write_bytes(b"PK")
     shutil.copytree(photos / "train" / "cat", tmp_path / "flat")
     assert re.search(message, refused(capsys, tmp_path / source, tmp_path / destination))
     assert not (tmp_path / "out").exists()
@@ -231,8 +225,6 @@ def test_sources_that_cannot_be_packed(photos, packed, tmp_path, capsys, source,
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--shard_mb", "0"], "must be at least 1, got 0"),
-        (["--quality", "0"], "--quality must be at least 1, got 0"),
         (["--verify"], "is not a valid index of tars"),
         (["third"], "give SOURCE and DESTINATION"),
     ],
@@ -331,10 +323,6 @@ def damage(path, how):
         del data[len(data) // 2 :]
     elif how == "flip":
         data[len(data) // 2] ^= 1
-    elif how == "empty":
-        data.clear()
-    elif how == "other":
-        data = b"[]"
     path.write_bytes(data)
 
 
@@ -342,13 +330,8 @@ def damage(path, how):
 @pytest.mark.parametrize(
     ("name", "how", "message"),
     [
-        ("shard-000001.tar", "empty", r"shard-000001\.tar' has 0 bytes; \d+ bytes were indexed"),
-        ("shard-000001.tar", "other", r"shard-000001\.tar' has 2 bytes; \d+ bytes were indexed"),
         ("shard-000001.tar", "short", r"shard-000001\.tar' has \d+ bytes; \d+ bytes were indexed"),
         ("shard-000001.tar", "gone", r"shard-000001\.tar' is missing; \d+ bytes were indexed"),
-        (INDEX, "empty", f"{INDEX}' is not a valid index of tars"),
-        (INDEX, "other", f"{INDEX}' is not a valid index of tars"),
-        (INDEX, "flip", f"{INDEX}' is not a valid index of tars"),
         (INDEX, "short", f"{INDEX}' is not a valid index of tars"),
         (INDEX, "gone", f"is a shard of pack_dataset.py, but {INDEX} is not beside it: copy it, too, or pack again"),
     ],
@@ -365,12 +348,8 @@ def test_damage_is_named_and_the_same_command_repairs_it(photos, packed, name, h
     assert contents(packed) == whole
 
 
-@pytest.mark.parametrize("lost", ["shard", "index", "nothing"])
-def test_finished_data_of_another_source_is_not_packed_over(photos, packed, tmp_path, capsys, lost):
-    if lost == "shard":
-        damage(packed / "shard-000001.tar", "short")
-    if lost == "index":
-        (packed / INDEX).unlink()
+def test_finished_data_of_another_source_is_not_packed_over(photos, packed, tmp_path, capsys):
+    (packed / INDEX).unlink()
     before = contents(packed)
     shutil.copytree(photos, tmp_path / "other")
     (tmp_path / "other" / "train" / "cat" / "3.jpg").unlink()
@@ -422,10 +401,10 @@ def test_verify_finds_one_flipped_bit(photos, packed, capsys):
     pack(packed.parent, "--verify")
 
 
-@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.rename(path.with_name("renamed.jpg"))])
-def test_verify_finds_another_source(photos, packed, tmp_path, capsys, change):
+def test_verify_finds_another_source(photos, packed, tmp_path, capsys):
     shutil.copytree(photos, tmp_path / "other")
-    change(tmp_path / "other" / "train" / "cat" / "0.jpg")
+    image = tmp_path / "other" / "train" / "cat" / "0.jpg"
+    image.rename(image.with_name("renamed.jpg"))
     error = refused(capsys, tmp_path / "other", packed.parent, "--verify")
     assert "the names, labels or classes of the images are not those of the source" in error
 

@@ -33,8 +33,6 @@ def predicted(recipe, code="eager", **options):
     [
         ("mae_vit_base_800ep", 37.9, 34.7, 19.6, 47.5),
         ("prmim50_vit_base_800ep", 27.3, 23.7, 13.4, 33.5),
-        ("mae_vit_large_800ep", 80.7, 55.7, 31.5, None),
-        ("prmim50_vit_large_800ep", 70.0, 44.8, 25.3, None),
     ],
 )
 def test_a_step_of_512_images_by_hand(recipe, products, traffic, traffic_compiled, kept):
@@ -47,23 +45,14 @@ def test_a_step_of_512_images_by_hand(recipe, products, traffic, traffic_compile
     for code, milliseconds in (("eager", traffic), ("compiled", traffic_compiled)):
         seconds = costs.seconds(H200, code) - costs.flops / H200.flops
         assert 512 * seconds == pytest.approx(milliseconds / 1e3, rel=0.01)
-    if kept is not None:
-        assert costs.kept / 1e6 == pytest.approx(kept, rel=0.01)
-
-
-def test_blocks_keep_36_bytes_a_value():
-    costs = count_costs(settings_of("mae_vit_base_800ep"))
-    assert costs.values == 12 * 50 * 768 + 8 * 197 * 512
-    assert predict.KEPT * costs.values / 1e6 == pytest.approx(45.6, abs=0.05)
+    assert costs.kept / 1e6 == pytest.approx(kept, rel=0.01)
 
 
 @pytest.mark.parametrize(
     ("recipe", "flags"),
     [
         ("mae_vit_base_100ep", ""),
-        ("prmim65_vit_base_100ep", ""),
         ("plain50_vit_base_100ep", ""),
-        ("kernel11_vit_base_100ep", ""),
         ("prmim50_vit_large_100ep", ""),
         ("pixio_prmim50_vit_base", ""),
         ("cifar10", "--model mae_vit_micro_patch4"),
@@ -122,7 +111,8 @@ def test_the_expected_step_is_the_sum_of_its_parts(recipe, decoder_tokens, grid,
 
 def test_what_loads_images_may_be_slower_than_the_gpus():
     row = predicted("prmim50_vit_base_800ep", "compiled")
-    assert row["expected_ms"] == pytest.approx(1.45 * row["bound_ms"]) == pytest.approx(60, abs=1)
+    assert row["expected_ms"] == pytest.approx(1.45 * row["bound_ms"])
+    assert row["expected_ms"] == pytest.approx(60, abs=1)
     epochs = 800 * 1_281_167
     assert row["days"] == pytest.approx(epochs / row["images_per_second"] / 86400)
     assert row["days_jpeg"] == pytest.approx(epochs / (8 * 14 * 0.75 * 559) / 86400)
@@ -164,11 +154,8 @@ def test_the_program_writes_its_rows(tmp_path, capsys):
     ("flags", "message"),
     [
         ("greenmim_swin_base_100ep", "predict.py knows the layers of MAE alone"),
-        ("tec_vit_base_300ep", "predict.py knows the layers of MAE alone"),
         ("convnext_vit_base_100ep", "predict.py knows --aggregation dwconv alone"),
         ("mae_vit_base_100ep --gpus 3", "cannot be split over 3 processes"),
-        ("mae_vit_base_100ep --cores 0", "--cores must be at least 1, got 0"),
-        ("mae_vit_base_100ep --gpu V100", "invalid choice: 'V100'"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(flags, message, capsys):

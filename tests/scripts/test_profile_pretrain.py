@@ -107,10 +107,7 @@ def test_peak_memory_is_that_of_a_step_without_the_other_recipes(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "the following arguments are required: RECIPE"),
         ("cifar11", "cifar11"),
-        ("cifar10 --batch_size 0", "--batch_size must be at least 1, got 0"),
-        ("cifar10 --rounds 0", "--rounds must be at least 1, got 0"),
         ("cifar10 --csv /dev/null/a.csv", "--csv '/dev/null/a.csv' cannot be written"),
     ],
 )
@@ -163,9 +160,6 @@ def run_benchmark(tmp_path, failing):
         ("nothing", ""),
         ("-m gpu", ""),
         ("plain25_vit_base_100ep", "cost_base failed"),
-        ("mae_vit_large_100ep", "cost_large failed"),
-        ("--compile --attention auto", "cost_compiled failed"),
-        ("--compile --attention cudnn", "cost_attention failed"),
         ("main_pretrain.py", "from JPEGs failed"),
     ],
 )
@@ -178,12 +172,6 @@ def test_the_gpu_benchmark_runs_to_its_end_whatever_fails(tmp_path, failing, mes
     assert message in done.stderr
     if not message:
         assert done.stderr == ""
-    for flags in (
-        "prmim65_vit_base_100ep --batch_size 512",
-        "large_100ep --batch_size 256",
-        "--compile --attention auto",
-    ):
-        assert flags in done.stdout
     assert "main_pretrain.py --recipe prmim50_vit_base_100ep --data_path photos" in done.stdout
     assert "-m gpu" in (tmp_path / "out/tests.txt").read_text()
     assert "GPU 0: stand-in" in (tmp_path / "out/environment.txt").read_text()

@@ -10,11 +10,10 @@ import torch
 from PIL import Image
 
 import prmim
-from scripts import draw_patterns, export, plot_losses, sample_photos, visualize
+from scripts import draw_patterns, plot_losses, sample_photos, visualize
 from tests import runs
 from tests.patches import StandIn
 from tests.runs import refused
-from util.data.images import FolderImages
 from util.plots import pyplot
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,16 +37,14 @@ def test_patterns_are_those_of_the_sampler():
 
 def test_patterns_are_drawn(tmp_path):
     draw_patterns.main(["--out", str(tmp_path / "p.png"), "--grid", "4", "--throw_ratio", "0.25", "0.5"])
-    assert len(np.unique(np.asarray(Image.open(tmp_path / "p.png").convert("RGB")).reshape(-1, 3), axis=0)) > 3
+    picture = np.asarray(Image.open(tmp_path / "p.png").convert("RGB"))
+    assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 3
 
 
 # ---------------------------------------------------------------------------------------------------- visualize.py
 
 
-@pytest.mark.parametrize(
-    ("flags", "measured"),
-    [([], ["retained", "thrown"]), (["--no-progressive"], ["retained"]), (["--throw_ratio", "0"], ["retained"])],
-)
+@pytest.mark.parametrize(("flags", "measured"), [([], ["retained", "thrown"]), (["--no-progressive"], ["retained"])])
 def test_visualize_draws_and_measures(photos, tmp_path, capsys, flags, measured):
     pretrain(photos, tmp_path / "run", *flags)
     capsys.readouterr()
@@ -59,36 +56,18 @@ def test_visualize_draws_and_measures(photos, tmp_path, capsys, flags, measured)
     assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 3
 
 
-@pytest.mark.parametrize("flags", [[], ["--images"]])
-def test_a_picture_does_not_become_data(photos, tmp_path, capsys, flags):
-    pretrain(photos, tmp_path / "run", "--max_steps", "1")
+def test_a_picture_does_not_become_data(photos, pretrained, capsys):
     picture = photos / "train" / "cat" / "r.png"
-    if flags:
-        flags = ["--images", photos]
-    message = refused(capsys, visualize.main, tmp_path / "run", *flags, "--out", picture)
+    message = refused(capsys, visualize.main, pretrained, "--out", picture)
     assert f"--out {str(picture)!r} lies inside the image folder" in message
     assert not picture.exists()
 
 
-@pytest.mark.parametrize(
-    ("model", "measure"),
-    [
-        ("localmim_vit_micro_patch4", "HOG error at 8 px"),
-        ("tec_vit_micro_patch4", "feature error"),
-        ("greenmim_swin_micro_patch4_window4", "masked MSE"),
-    ],
-)
-def test_other_frameworks_are_drawn_and_measured(photos, tmp_path, capsys, model, measure):
-    flags = ["--model", model]
-    if model.startswith("tec"):
-        pretrain(photos, tmp_path / "teacher", "--model", "mae_vit_micro_patch4")
-        flags += ["--teacher", tmp_path / "teacher"]
-    pretrain(photos, tmp_path / "run", *flags)
+def test_features_of_a_fixed_kind_are_drawn_and_measured(photos, tmp_path, capsys):
+    pretrain(photos, tmp_path / "run", "--model", "localmim_vit_micro_patch4", "--max_steps", 1)
     capsys.readouterr()
     draw(tmp_path / "run", tmp_path / "r.png")
-    assert capsys.readouterr().out.count(f": {measure} ") == 2
-    export.main([str(tmp_path / "run"), "--out", str(tmp_path / "encoder")])
-    assert "largest difference of timm's outputs" in capsys.readouterr().out
+    assert capsys.readouterr().out.count(": HOG error at 8 px ") == 2
 
 
 def test_a_teacher_that_has_moved_is_given_by_its_flag(photos, tmp_path, capsys):
@@ -102,19 +81,16 @@ def test_a_teacher_that_has_moved_is_given_by_its_flag(photos, tmp_path, capsys)
     assert "is neither a file nor the name of a timm model" in message
     message = refused(capsys, visualize.main, tmp_path / "run", *out, "--teacher", tmp_path / "other")
     assert "has other weights than that of" in message
+    capsys.readouterr()
     draw(tmp_path / "run", tmp_path / "r.png", "--teacher", tmp_path / "moved")
+    assert capsys.readouterr().out.count(": feature error ") == 2
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "the following arguments are required: run"),
-        ("{tmp}", "holds no intact checkpoint: give the folder of a run, or a checkpoint"),
-        ("{tmp}/nowhere.pth", "no checkpoint at"),
         ("{tmp}/weights.pth", "does not hold the settings of its model"),
         ("{tmp}/study.pth", "holds a 'mae_vit_tiny+init_normal', which main_pretrain.py does not know"),
-        ("{tmp} --rows 0", "--rows must be at least 1, got 0"),
-        ("{tmp}/weights.pth --out /dev/null/r.png", "r.png' cannot be written: the folder '/dev/null'"),
         ("{tmp}/weights.pth --out {tmp}/p.txt", "p.txt': the name must end in .png, .jpg or the like"),
     ],
 )
@@ -151,22 +127,6 @@ def test_five_bands_are_the_colours_and_the_slopes_of_their_mean():
         assert bands[i, j, 4] == pytest.approx((along / 510 + 0.5) * 65535, abs=0.51)
 
 
-def test_sample_photos_writes_bands(tmp_path, monkeypatch):
-    """Of the same crops as the JPEGs."""
-    pytest.importorskip("tifffile")
-    monkeypatch.setattr(sample_photos, "PHOTOS", ("coffee.png",))
-    sample_photos.main([str(tmp_path / "rgb"), "--num_train", "1", "--num_val", "1"])
-    sample_photos.main([str(tmp_path / "bands"), "--num_train", "1", "--num_val", "1", "--bands"])
-    images = FolderImages(tmp_path / "bands")
-    images.in_chans = 5
-    images.check()
-    pixels, _ = images.load(0)
-    assert pixels.shape == (96, 96, 5)
-    assert pixels.dtype == np.uint16
-    rgb, _ = FolderImages(tmp_path / "rgb").load(0)
-    assert np.abs(pixels[:, :, :3] / 257 - rgb).mean() < 6
-
-
 def test_sample_photos_have_labels_and_disjoint_splits(tmp_path, monkeypatch):
     """The photograph is black in the region of train/ and white in that of val/. No crop mixes both."""
     half = np.zeros((200, 300, 3), np.uint8)
@@ -196,13 +156,12 @@ def write_log(path, *reports):
     path.write_text("".join(json.dumps(report) + "\n" for report in reports))
 
 
-@pytest.mark.parametrize(("suffix", "begin"), [(".svg", b"<?xml"), (".png", b"\x89PNG"), (".pdf", b"%PDF")])
-def test_loss_plot_renders(tmp_path, suffix, begin):
+def test_loss_plot_renders(tmp_path):
     pytest.importorskip("matplotlib")
     write_log(tmp_path / "log.jsonl", {"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5})
-    out = tmp_path / f"losses{suffix}"
+    out = tmp_path / "losses.png"
     plot_losses.main([f"MAE={tmp_path}", str(tmp_path), "--out", str(out)])
-    assert out.read_bytes().startswith(begin)
+    assert out.read_bytes().startswith(b"\x89PNG")
 
 
 def test_curves_of_a_log(tmp_path):
@@ -224,7 +183,6 @@ def test_curves_of_a_log(tmp_path):
     ("run", "label"),
     [
         ("a={tmp}/lr=1e-3/log.jsonl", "a"),
-        ("x={tmp}/lr=1e-3", "x"),
         ("{tmp}/lr=1e-3", "lr=1e-3"),
         ("{tmp}/lr=1e-3/log.jsonl", "lr=1e-3"),
         ("{tmp}/other.jsonl", "other"),
@@ -262,14 +220,8 @@ def test_the_table_of_references_is_that_of_the_files():
         assert [f"{losses[step]:.3f}" for step in (10, 100, 300)] == values
 
 
-@pytest.mark.parametrize(
-    ("out", "message"),
-    [
-        ("losses.txt", "--out 'losses.txt' must end in .svg or .png or .pdf"),
-        ("/dev/null/losses.svg", "--out '/dev/null/losses.svg' cannot be written: the folder"),
-    ],
-)
-def test_loss_plots_that_cannot_be_written(tmp_path, monkeypatch, capsys, out, message):
+def test_loss_plots_of_unknown_kinds_are_refused(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    assert message in refused(capsys, plot_losses.main, "nowhere", "--out", out)
+    message = refused(capsys, plot_losses.main, "nowhere", "--out", "losses.txt")
+    assert "--out 'losses.txt' must end in .svg or .png or .pdf" in message

@@ -1,6 +1,5 @@
 """Runs of the segmentation program: classes, BatchNorm, several processes, bad flags, the demo."""
 
-import re
 from dataclasses import replace
 from functools import partial
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from PIL import Image
 
-import main_pretrain
 from downstream.segmentation import demo, main_segmentation
 from tests.downstream.bands import bands
 from tests.downstream.dense import segment, segment_linear
@@ -21,13 +19,6 @@ from util.run.folder import read_json
 from util.run.resume import find_changes
 
 SPLITS = ("training", "validation")
-
-
-def test_each_class_has_its_scores(striped, segmented):
-    results = read_json(segmented / RESULTS)
-    iou = [value for value in results["details"]["iou"].values() if value is not None]
-    assert results["last"]["val_miou"] == pytest.approx(np.mean(iou))
-    assert segment.evaluate(striped, segmented)["iou"] == results["details"]["iou"]
 
 
 def test_evaluation_takes_the_names_of_the_run(striped, tmp_path):
@@ -78,22 +69,16 @@ def replace_photographs(root, split, array_of):
     return arrays
 
 
-@pytest.mark.parametrize(("channels", "size"), [(1, (40, 30)), (5, (40, 40)), (5, (64, 64))])
-def test_a_run_from_scratch_measures_the_images_without_their_labels(tmp_path, capsys, channels, size):
-    """As pre-training does. Values of images with labels as a further channel could be cut into pixels, too."""
+def test_a_run_from_scratch_measures_the_images_without_their_labels(tmp_path):
+    """Values of images with labels as a further channel could be cut into pixels, too."""
     root = tmp_path / "data"
     for split in SPLITS:
-        write_pairs(root, 4, split, size=size)
-    arrays = replace_photographs(root, "training", lambda i, size: bands(i, "uint16", size)[..., -channels:])
-    replace_photographs(root, "validation", lambda i, size: bands(i, "uint16", size)[..., -channels:])
-    flags = f"--model mae_vit_nano_patch4 --in_chans {channels} --input_size 16 --batch_size 4 --epochs 1 "
-    flags += "--warmup_epochs 0 --num_workers 0 --device cpu --picture_every 0"
-    main_pretrain.main([*flags.split(), "--data_path", str(root / "images"), "--output_dir", str(tmp_path / "mae")])
-    segment(root, tmp_path / "run", "--in_chans", channels, "--num_iters", 2, "--warmup_iters", 0)
-    pretrain = read_json(tmp_path / "mae" / "settings.json")
+        write_pairs(root, 4, split, size=(40, 40))
+    arrays = replace_photographs(root, "training", lambda i, size: bands(i, "uint16", size))
+    replace_photographs(root, "validation", lambda i, size: bands(i, "uint16", size))
+    segment(root, tmp_path / "run", "--in_chans", 5, "--num_iters", 2, "--warmup_iters", 0)
     settings = read_json(tmp_path / "run" / "settings.json")
-    assert (settings["mean"], settings["std"]) == (pretrain["mean"], pretrain["std"])
-    values = np.stack(arrays).reshape(-1, channels).astype(np.float64) / 65535
+    values = np.stack(arrays).reshape(-1, 5).astype(np.float64) / 65535
     np.testing.assert_allclose(settings["mean"], values.mean(axis=0))
     np.testing.assert_allclose(settings["std"], values.std(axis=0))
 
@@ -151,18 +136,6 @@ def test_four_images_are_learned_by_heart(tmp_path):
     assert reports(tmp_path / "out")[-1]["val_miou"] > 90
 
 
-@pytest.mark.parametrize("channels", [1, 5])
-def test_other_channels_from_an_rgb_encoder(tmp_path, encoder, channels):
-    root = tmp_path / "data"
-    for split in SPLITS:
-        write_pairs(root, 4, split)
-        replace_photographs(root, split, lambda i, size: np.full((size[1], size[0], channels), 40 * i, np.uint8))
-    content = segment(root, tmp_path / "out", "--in_chans", channels, "--finetune", encoder, "--num_iters", 2)
-    assert content["model"]["backbone.patch_embed.proj.weight"].shape[1] == channels
-    last = read_json(tmp_path / "out" / RESULTS)["last"]
-    assert segment.evaluate(root, tmp_path / "out")["miou"] == last["val_miou"]
-
-
 # --------------------------------------------------------------------------------------------------------- bad input
 
 
@@ -170,8 +143,6 @@ def test_other_channels_from_an_rgb_encoder(tmp_path, encoder, channels):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--num_classes 2", "it holds the values 2; 0 to 1 are classes, 255 is ignored"),
-        ("--num_classes 255 --reduce_zero_label", "takes the values 1 to 255"),
         ("--head linear --layer_decay 1", "--head linear has no use for --decoder_channels, --layer_decay: "),
         ("--recipe ade20k_upernet_vit_base --head linear", "not go with --head linear, which has recipes of its own"),
         ("--stride 17", "--stride 17 must be at most --input_size 16"),
@@ -180,13 +151,7 @@ def test_other_channels_from_an_rgb_encoder(tmp_path, encoder, channels):
         ("--ratio_range 2 1", "--ratio_range must be two factors 0 < low <= high, got [2.0, 1.0]"),
         ("--cat_max_ratio 0", "--cat_max_ratio must lie in (0, 1], got 0.0"),
         ("--image_scale 24 64", "--image_scale must be two sides, the longer one first, got [24, 64]"),
-        ("--in_chans 4", "has 3 channels of uint8, but the model takes 4 channels"),
-        ("--mean 0.5", "--mean must have a value for each of 3 channels, got [0.5]"),
-        ("--std 1 1 0", "--std must be positive, got [1.0, 1.0, 0.0]"),
-        ("--mean 123.7 116.3 103.5", "a fraction of their full range, got [123.7, 116.3, 103.5]: divide by 255"),
         ("--total_batch_size 1", "UPerNet's BatchNorm needs more than one image per micro-batch"),
-        ("--class_names none.txt", "--class_names 'none.txt' does not exist"),
-        ("--data_path nowhere", "has 0 folders of the split 'train'"),
     ],
 )
 def test_bad_flags_are_refused_before_training(striped, tmp_path, capsys, flags, message):
@@ -196,11 +161,6 @@ def test_bad_flags_are_refused_before_training(striped, tmp_path, capsys, flags,
 
 def test_a_frozen_encoder_must_be_pre_trained(striped, tmp_path, capsys):
     assert "--head linear needs --finetune" in segment_linear.refused(capsys, striped, tmp_path)
-
-
-def test_a_model_keeps_its_classes(striped, segmented, capsys):
-    message = segment.refuses_to_evaluate(capsys, striped, segmented, "--num_classes", 5)
-    assert re.search("--num_classes 5, but the model at .* has 3: leave it out", message)
 
 
 # ------------------------------------------------------------------------------------------------------ demonstration

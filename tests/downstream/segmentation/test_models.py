@@ -117,41 +117,6 @@ def test_a_new_backbone_computes_what_the_pretrained_vit_does(tmp_path):
     assert not torch.allclose(tokens_of(model.backbone(imgs)[0]), expected)
 
 
-def test_relative_biases_against_brute_force():
-    """Attention of a 3 x 2 grid and a class token, pair by pair."""
-    model = randomise(DenseViT(**{**SIZES, "img_size": (12, 8), "depth": 1})).double()
-    attn = model.blocks[0].attn
-    weights = attn.state_dict()
-    cells = [None, *((row, column) for row in range(3) for column in range(2))]  # the class token comes first
-    offsets = [(down, across) for down in range(-2, 3) for across in range(-1, 2)]  # query less key
-
-    def row_of(query, key):
-        if query is None and key is None:
-            return len(offsets) + 2
-        if key is None:
-            return len(offsets) + 1
-        if query is None:
-            return len(offsets)
-        return offsets.index((query[0] - key[0], query[1] - key[1]))
-
-    x = torch.randn(7, 12, dtype=torch.float64)
-    w_q, w_k, w_v = weights["qkv.weight"].chunk(3)
-    q = x @ w_q.T + weights["q_bias"]
-    k = x @ w_k.T
-    v = x @ w_v.T + weights["v_bias"]
-    out = torch.zeros(7, 12, dtype=torch.float64)
-    for head in range(3):
-        part = slice(4 * head, 4 * head + 4)
-        for i, query in enumerate(cells):
-            logits = []
-            for j, key in enumerate(cells):
-                bias = weights["relative_position_bias_table"][row_of(query, key), head]
-                logits.append(q[i, part] @ k[j, part] / 2 + bias)
-            out[i, part] = torch.stack(logits).softmax(dim=0) @ v[:, part]
-    expected = out @ weights["proj.weight"].T + weights["proj.bias"]
-    torch.testing.assert_close(attn(x[None])[0], expected)
-
-
 def test_layer_scales_of_timm_load(tmp_path):
     """Into blocks of another grid."""
     weights = random_vit(img_size=24).state_dict()
@@ -193,29 +158,18 @@ def test_a_simmim_run_loads_at_any_size(tmp_path, size):
     torch.testing.assert_close(model.patch_embed.proj.weight, simmim.patch_embed.proj.weight)
 
 
-def test_an_rgb_encoder_loads_for_grey_images(tmp_path):
-    weights = random_vit().state_dict()
-    model = DenseViT(**SIZES, in_chans=1)
-    load(model, weights, tmp_path)
-    expected = weights["patch_embed.proj.weight"].sum(dim=1)
-    torch.testing.assert_close(model.patch_embed.proj.weight[:, 0], expected)
-
-
 @pytest.mark.parametrize(
-    ("sizes", "more", "in_chans", "message"),
+    ("changes", "message"),
     [
-        ({"in_chans": 5}, {}, 1, "of 5 channels, this DenseViT is for 1: give --in_chans 5"),
-        ({"in_chans": 5}, {}, 4, "of 5 channels, this DenseViT is for 4: give --in_chans 5"),
-        ({"embed_dim": 24}, {}, 3, "encoder of width 24, this DenseViT has width 12"),
-        ({}, {"reg_token": torch.zeros(1, 4, 12)}, 3, "another kind of encoder: this DenseViT has no reg_token"),
-        ({}, {"pos_embed": None}, 3, "missing: pos_embed"),
+        ({"reg_token": torch.zeros(1, 4, 12)}, "another kind of encoder: this DenseViT has no reg_token"),
+        ({"pos_embed": None}, "missing: pos_embed"),
     ],
 )
-def test_what_cannot_fit_is_refused(tmp_path, sizes, more, in_chans, message):
-    weights = random_vit(**sizes).state_dict() | more
+def test_what_cannot_fit_is_refused(tmp_path, changes, message):
+    weights = random_vit().state_dict() | changes
     weights = {name: value for name, value in weights.items() if value is not None}
     with pytest.raises(CheckpointError, match=message):
-        load(DenseViT(**SIZES, in_chans=in_chans), weights, tmp_path)
+        load(DenseViT(**SIZES), weights, tmp_path)
 
 
 def test_the_linear_model_is_batch_norm_and_a_linear_layer():
@@ -285,7 +239,10 @@ class SlowUPerNet:
         p4 = self.conv("decode_head.lateral_convs.2", c4) + up(p5, 4)
         p3 = self.conv("decode_head.lateral_convs.1", c3) + up(p4, 8)
         p2 = self.conv("decode_head.lateral_convs.0", c2) + up(p3, 16)
-        outs = [up(self.conv(f"decode_head.fpn_convs.{i}", p), 16) for i, p in enumerate((p2, p3, p4))]
+        outs = []
+        for i, level in enumerate((p2, p3, p4)):
+            level = self.conv(f"decode_head.fpn_convs.{i}", level)
+            outs.append(up(level, 16))
         out = self.conv("decode_head.fpn_bottleneck", torch.cat([*outs, up(p5, 16)], dim=1))
         return self.classify("decode_head", out)
 
@@ -415,27 +372,11 @@ def settings_of(*flags):
 def test_ade20k_follows_the_protocol():
     settings = settings_of("--recipe", "ade20k_upernet_vit_base")
     expected = {
-        "num_iters": 160_000,
-        "warmup_iters": 1500,
-        "total_batch_size": 16,
-        "lr": 1e-4,
-        "min_lr": 0,
         "clip_grad": None,
-        "weight_decay": 0.05,
-        "layer_decay": 0.75,
-        "drop_path": 0.1,
         "decoder_channels": 768,
-        "eval_every": 16_000,
-        "input_size": 512,
         "image_scale": (2048, 512),
-        "ratio_range": (0.5, 2.0),
-        "stride": 341,
-        "cat_max_ratio": 0.75,
-        "num_classes": 150,
-        "reduce_zero_label": True,
         "ignore_index": 255,
         "mean_over_valid": False,
-        "photometric": True,
     }
     assert {name: settings[name] for name in expected} == expected
 

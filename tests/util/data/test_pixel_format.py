@@ -314,7 +314,7 @@ def test_floats_that_are_not_finite_name_the_bands(tmp_path, value):
     save_arrays(tmp_path, pixels(5, "float32"), bad)
     message = refused(tmp_path, in_chans=5)
     assert repr(str(tmp_path / "1.npy")) in message
-    assert "NaN or infinite values are in band 1, 3 (counted" in message
+    assert "NaN or infinite values are in band 1, 3 (counted from 0): replace them, or see --nodata" in message
 
 
 PLANES = np.moveaxis(pixels(5, "uint16"), -1, 0)

@@ -189,6 +189,7 @@ def run_main(body, **options):
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=240, **options)
 
 
+@pytest.mark.fault("U56", "Ctrl-C during a script", "one line; SIGINT ends it, so loops of the shell stop, too")
 def test_ctrl_c_ends_a_program_with_one_line_and_by_the_signal():
     done = run_main("print('so far'); os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "so far\n", "x.py: interrupted\n")
@@ -203,6 +204,7 @@ def test_ctrl_c_stops_a_loop_of_a_shell():
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "1\n", "x.py: interrupted\n")
 
 
+@pytest.mark.fault("U59", "a script's output goes to a program that stops reading", "it ends silently, by SIGPIPE")
 def test_a_closed_pipe_ends_a_program_silently():
     reader, writer = os.pipe()
     os.close(reader)
