@@ -78,13 +78,9 @@ def slow_split(model, folder):
     return features, labels
 
 
-@pytest.mark.parametrize("temperature", [0.07, 2.0])
-def test_knn_of_all_blocks_features_and_neighbours_equals_a_loop(encoder, data, tmp_path, temperature):
-    flags = ["--blocks", 2, 4]
-    if temperature != 0.07:
-        flags += ["--knn_temperature", temperature]
-    content = probe(encoder, data, tmp_path, "--probes", "knn", *flags)
-    assert content["settings"]["knn_temperature"] == temperature
+def test_knn_of_all_blocks_features_and_neighbours_equals_a_loop(encoder, data, tmp_path):
+    content = probe(encoder, data, tmp_path, "--probes", "knn", "--blocks", 4, 2, "--knn_temperature", 2)
+    assert content["settings"]["knn_temperature"] == 2
     rows = content["results"]
     assert len(rows) == 2 * 2 * 2 * 3
     assert [row["k"] for row in rows[:3]] == [10, 20, 24]  # of 24 images
@@ -101,7 +97,7 @@ def test_knn_of_all_blocks_features_and_neighbours_equals_a_loop(encoder, data, 
         hits = []
         for features, label in zip(queries, query_labels, strict=True):
             query = features[name]
-            ranking = slow_ranking(vectors, bank_labels, query, 2, row["k"], moments, temperature=temperature)
+            ranking = slow_ranking(vectors, bank_labels, query, 2, row["k"], moments, temperature=2.0)
             hits.append(ranking[0] == label)
         assert row["top1"] == pytest.approx(100 * np.mean(hits)), row
 
@@ -199,16 +195,10 @@ def test_results_of_others_are_never_overwritten(encoder, data, tmp_path, with_r
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--steps 0", "--steps must be at least 1, got 0"),
-        ("--blocks 5", "--blocks must lie between 1 and 4, the blocks of"),
         ("--total_batch_size 23", "nine tenths of the training set are 22 images, fewer than one batch of 23"),
-        ("--total_batch_size 8 --batch_size 3", "cannot be split into --batch_size 3 on 1 process"),
-        ("--input_size 30", "30 x 30 is not divisible by patch_size 4"),
         ("--crop_scale 0 1", "--crop_scale must be two areas"),
-        ("--timm no_such_model", "--timm 'no_such_model' is no model of timm"),
         ("--output_dir {data}/train", "lies inside the image folder"),
         ("--data_path {tmp}/nowhere", "nowhere' is not a folder"),
-        ("--data_path {data}/train", "has no folder train/"),
     ],
 )
 def test_bad_flags_are_refused(encoder, data, tmp_path, capsys, never_computed, flags, message):
@@ -217,9 +207,9 @@ def test_bad_flags_are_refused(encoder, data, tmp_path, capsys, never_computed, 
     assert not (tmp_path / "out" / "probe.json").exists()
 
 
-@pytest.mark.parametrize(("image", "split"), [(5, 24), (24 + 3, 10)])
-def test_knn_of_features_that_are_not_finite_is_refused(encoder, data, tmp_path, capsys, monkeypatch, image, split):
-    """One image of the 24 in train/, or of the 10 in val/, has a feature that is NaN."""
+def test_knn_of_features_that_are_not_finite_is_refused(encoder, data, tmp_path, capsys, monkeypatch):
+    """One image of the 10 in val/, which come after the 24 in train/, has a feature that is NaN."""
+    image = 24 + 3
     vectors = FrozenEncoder.vectors
     num_seen = [0]
 
@@ -233,7 +223,7 @@ def test_knn_of_features_that_are_not_finite_is_refused(encoder, data, tmp_path,
 
     monkeypatch.setattr(FrozenEncoder, "vectors", damaged)
     message = fails(capsys, encoder, data, tmp_path, "--probes", "knn", code=3)
-    assert f"features (cls, block 4) of 1 of {split} images are not finite: try --precision fp32" in message
+    assert "features (cls, block 4) of 1 of 10 images are not finite: try --precision fp32" in message
 
 
 @pytest.fixture
@@ -286,10 +276,9 @@ def test_a_folder_takes_one_program_at_a_time(encoder, data, tmp_path, capsys, n
         assert message in fails(capsys, encoder, data, tmp_path / "out", "--probes", "knn")
 
 
-@pytest.mark.parametrize("kind", ["knn", "linear"])
-def test_batches_that_do_not_fit_into_shared_memory_are_refused(encoder, data, tmp_path, capsys, monkeypatch, kind):
+def test_batches_that_do_not_fit_into_shared_memory_are_refused(encoder, data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(loader, "free_bytes", lambda: 1000)
-    message = fails(capsys, encoder, data, tmp_path, "--probes", kind, "--num_workers", 1)
+    message = fails(capsys, encoder, data, tmp_path, "--probes", "linear", "--num_workers", 1)
     assert "/dev/shm has 0.0 MB free" in message
 
 

@@ -90,23 +90,6 @@ def test_a_fine_tuned_classifier_opens_without_its_head(pool, tmp_path):
     torch.testing.assert_close(encoder(imgs)[4].cls, tokens[:, 0])
 
 
-def test_inner_blocks_go_through_the_final_norm(tmp_path):
-    model = write_pretrained(tmp_path, "mae_vit_micro_patch4")
-    encoder = open_encoder(tmp_path)
-    encoder.read_blocks([4, 2, 2])
-    imgs = torch.randn(2, 3, 32, 32)
-    expected = {}
-    with torch.no_grad():
-        x = model.prepend_cls_token(model.patch_embed(model.patchify(imgs)) + model.pos_embed[:, 1:])
-        for number, block in enumerate(model.blocks, 1):
-            x = block(x)
-            expected[number] = model.norm(x)
-    tokens = encoder(imgs)
-    assert list(tokens) == [2, 4]
-    for block, (cls, patches) in tokens.items():
-        torch.testing.assert_close(torch.cat([cls[:, None], patches], dim=1), expected[block])
-
-
 @pytest.mark.parametrize("blocks", [[0], [5, 1]])
 def test_blocks_that_do_not_exist_are_refused(tmp_path, blocks):
     write_pretrained(tmp_path, "mae_vit_micro_patch4")
@@ -176,10 +159,8 @@ def test_an_unfinished_encoder_is_named(tmp_path, epoch):
     ("options", "named"),
     [
         ({"init_values": 0.1}, "blocks.0.ls1.gamma"),
-        ({"qk_norm": True}, "blocks.0.attn.q_norm.weight"),
         ({"reg_tokens": 4, "no_embed_class": True}, "reg_token"),
         ({"pre_norm": True}, "norm_pre.weight"),
-        ({"depth": 3}, "blocks.2.norm1.weight"),
     ],
 )
 def test_weights_with_parts_that_the_model_lacks_are_refused(options, named, tmp_path, monkeypatch):
@@ -313,7 +294,7 @@ def explicit_attentive(head, x, num_heads):
     return torch.cat(pooled, dim=1) @ head.weight.T + head.bias
 
 
-@pytest.mark.parametrize(("dim", "num_heads"), [(128, 2), (96, 2), (192, 3), (36, 1), (768, 12)])
+@pytest.mark.parametrize(("dim", "num_heads"), [(128, 2), (96, 2), (36, 1)])
 def test_folded_heads_equal_explicit_ones_in_value_and_gradient(dim, num_heads):
     grid = randomised_grid(AttentiveHead, dim, std=dim**-0.25)
     x = torch.randn(3, 7, dim, dtype=torch.float64)

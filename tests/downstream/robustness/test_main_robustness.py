@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +11,13 @@ import torch
 from PIL import Image
 
 from downstream.robustness import main_robustness
-from downstream.robustness.main_robustness import ALEXNET_ERRORS, BENCHMARKS, Part, corruption_errors
+from downstream.robustness.main_robustness import ALEXNET_ERRORS, BENCHMARKS, corruption_errors
 from models_vit import vit_mini_patch4
 from tests.patches import MonkeyPatch
 from tests.runs import refused
 from tests.two_processes import run_in_two_processes
 from util import collectives
 from util.data.transforms import Normalize, ResizeCenterCrop
-from util.evaluate.loop import EvalContext
 from util.run import distributed
 from util.run.checkpoint import save_checkpoint
 from util.run.cli import Parser
@@ -166,47 +164,6 @@ def test_ce_against_a_hand_computed_case():
     assert figures["mean_error"] == pytest.approx(100 * (13 * 0.5 + 0.3277296) / 15)
 
 
-def test_the_wnids_are_imagenet_s():
-    wnids = main_robustness.imagenet_wnids()
-    assert len(set(wnids)) == 1000
-    assert wnids == sorted(wnids)
-    assert (wnids[0], wnids[207], wnids[999]) == ("n01440764", "n02099601", "n15075141")  # tench, retriever, tissue
-
-
-def test_the_sets_are_those_that_were_published():
-    sizes = {name: (b.num_images, b.num_classes, b.restricted) for name, b in BENCHMARKS.items()}
-    assert sizes == {
-        "imagenet": (50_000, 1000, False),
-        "imagenet_a": (7_500, 200, True),
-        "imagenet_r": (30_000, 200, True),
-        "imagenet_sketch": (50_889, 1000, False),
-        "imagenet_c": (50_000, 1000, False),
-    }
-
-
-class ChoosesByBrightness(torch.nn.Module):
-    """Class 0, which is not in the subset, has the highest logit; then comes the class that the brightness names."""
-
-    def forward(self, imgs):
-        levels = (imgs.mean(dim=(1, 2, 3)) / 20).round().long()  # [B], 0..11
-        logits = 5.0 * torch.nn.functional.one_hot(levels, len(WNIDS))
-        logits[:, 0] = torch.where(levels == 5, 4.0, 6.0)
-        return logits
-
-
-def test_restricted_top1_against_a_hand_computed_case(tmp_path):
-    """Of four images two name the right class of the subset, one of them only where class 0 is left out."""
-    for i, level in ((1, 1), (4, 10), (5, 5), (10, 5)):
-        (tmp_path / WNIDS[i]).mkdir()
-        Image.new("RGB", (32, 32), (20 * level,) * 3).save(tmp_path / WNIDS[i] / "0.png")
-    as_they_are = Normalize((0.0,) * 3, (1 / 255,) * 3)
-    context = EvalContext(as_they_are, nullcontext, batch_size=64, num_workers=0)
-    settings = {"input_size": 32, "crop_pct": 1.0}
-    part = Part("imagenet_a", str(tmp_path))
-    result = main_robustness.evaluate_part(part, ChoosesByBrightness(), WNIDS, settings, context)
-    assert (result["top1"], result["top1_unrestricted"], result["num_images"]) == (50.0, 25.0, 4)
-
-
 # ------------------------------------------------------------------------------------------------------------- a run
 
 
@@ -286,37 +243,22 @@ def test_finished_parts_are_skipped(sets, finetuned, content, tmp_path, monkeypa
     assert list(evaluate(finetuned, out, sets, "imagenet_r")["summary"]) == ["imagenet_a", "imagenet_r", "imagenet_c"]
 
 
-@pytest.fixture
-def with_results(sets, finetuned, classifier, tmp_path, small):
-    """A folder with the results of ImageNet-A."""
-    evaluate(finetuned, tmp_path / "out", sets, "imagenet_a")
-    return tmp_path / "out"
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--crop_pct 1", "crop_pct was None and now is 1.0"),
-        ("--precision bf16", "precision was fp32"),
-        ("--mean 0 0 0", "mean was"),
-    ],
-)
-def test_results_of_other_settings_are_not_touched(sets, finetuned, with_results, fails, flags, message):
-    before = (with_results / "robustness.json").read_bytes()
-    error = fails(finetuned, with_results, sets, "imagenet_a", *flags.split())
-    assert message in error
+def test_results_of_other_settings_are_not_touched(sets, finetuned, finished, fails):
+    before = (finished / "robustness.json").read_bytes()
+    error = fails(finetuned, finished, sets, "imagenet_a", "--crop_pct", 1)
+    assert "crop_pct was None and now is 1.0" in error
     assert "choose another --output_dir" in error
-    assert (with_results / "robustness.json").read_bytes() == before
+    assert (finished / "robustness.json").read_bytes() == before
 
 
-def test_results_of_another_model_are_not_touched(sets, with_results, tmp_path, fails):
+def test_results_of_another_model_are_not_touched(sets, finished, tmp_path, fails):
     write_classifier(tmp_path / "other", seed=1)
-    assert "(checkpoint was" in fails(tmp_path / "other", with_results, sets, "imagenet_a")
+    assert "(checkpoint was" in fails(tmp_path / "other", finished, sets, "imagenet_a")
 
 
-def test_results_of_other_images_are_not_touched(sets, finetuned, with_results, tmp_path, fails):
+def test_results_of_other_images_are_not_touched(sets, finetuned, finished, tmp_path, fails):
     shutil.copytree(sets / "imagenet_a", tmp_path / "imagenet_a")
-    error = fails(finetuned, with_results, tmp_path, "imagenet_a")
+    error = fails(finetuned, finished, tmp_path, "imagenet_a")
     assert "imagenet_a was 12 images of 4 classes in" in error
 
 
@@ -386,17 +328,9 @@ def rename_class(root):
     (root / "imagenet_a" / SUBSET[0]).rename(root / "imagenet_a" / "tench")
 
 
-def add_class(root):
-    write_set(root / "imagenet_a", WNIDS[:1], 1, seed=0)
-
-
 def empty_class(root):
     for path in (root / "imagenet_r" / SUBSET[2]).iterdir():
         path.unlink()
-
-
-def spoil_image(root):
-    (root / "imagenet_r" / SUBSET[2] / "0.JPEG").write_text("hello")
 
 
 @pytest.mark.parametrize(
@@ -405,13 +339,10 @@ def spoil_image(root):
         ("imagenet_a", without("imagenet_a"), "lacks 1 of its 1 folders"),
         ("imagenet", without("imagenet", "val"), "lacks 1 of its 1 folders"),
         ("imagenet_a", rename_class, "has 1 folders that are no class of ImageNet-1k: tench"),
-        ("imagenet_a", add_class, "has 13 images of 5 classes, ImageNet-A has 12 of 4"),
         ("imagenet_r", without("imagenet_r", SUBSET[2]), "has 6 images of 3 classes, ImageNet-R has 8 of 4"),
         ("imagenet_sketch", without("imagenet_sketch", WNIDS[3], "1.JPEG"), "has 23 images of 12 classes"),
         ("imagenet_c", without("imagenet_c", "fog", "2"), "lacks 1 of its 15 folders"),
-        ("imagenet_c", without("imagenet_c", "snow", "5", WNIDS[3]), "/snow/5' has 11 images of 11 classes"),
         ("imagenet_r", empty_class, f"no valid file for the classes {SUBSET[2]}"),
-        ("imagenet_r", spoil_image, "0.JPEG' is not a readable image"),
     ],
 )
 def test_bad_sets_are_named_before_anything_is_scored(
@@ -440,7 +371,6 @@ def test_a_classifier_of_other_classes_is_refused(sets, tmp_path, fails, classes
     ("names", "flags", "message"),
     [
         ("", "", "nothing to evaluate on: give at least one of --imagenet, --imagenet_a"),
-        ("imagenet_a", "--batch_size 0", "--batch_size must be at least 1, got 0"),
         ("imagenet_a", "--crop_pct 2", "crop_pct must lie in (0, 1], got 2.0"),
     ],
 )
@@ -451,9 +381,6 @@ def test_bad_flags_are_refused(sets, finetuned, classifier, tmp_path, fails, nam
 def test_a_missing_checkpoint_is_refused(sets, tmp_path, fails):
     error = fails(tmp_path / "nowhere.pth", tmp_path / "out", sets, "imagenet_a")
     assert "nowhere.pth' does not exist: give a checkpoint" in error
-    (tmp_path / "empty").mkdir()
-    error = fails(tmp_path / "empty", tmp_path / "out", sets, "imagenet_a", code=4)
-    assert "holds no intact checkpoint" in error
 
 
 def test_a_broken_image_keeps_what_was_scored(sets, finetuned, classifier, tmp_path, capsys, small):
