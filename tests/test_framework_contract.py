@@ -187,7 +187,7 @@ def test_decoder_blocks_see_exactly_the_class_token_and_the_kept_tokens(name, ar
 def test_supervision_reaches_every_masked_token_or_the_retained_alone(name, arm):
     """The pixels of a masked patch get a gradient of the loss only through the target.
 
-    If targets are no pixels, the framework's own tests look at the gradient of the predictions.
+    If targets are no pixels, the slow derivation of the framework's own tests says what is supervised.
     """
     model = build(name, **arm)
     imgs, ids, *groupings = a_batch(model)

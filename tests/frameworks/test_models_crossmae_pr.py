@@ -5,7 +5,7 @@ import torch
 
 from encoders.load import load_encoder
 from frameworks import models_crossmae_pr, registry
-from frameworks.models_crossmae_pr import CrossMaskedAutoencoderViT, mix_levels
+from frameworks.models_crossmae_pr import CrossMaskedAutoencoderViT
 from models_vit import VisionTransformer
 from prmim import TokenOrder
 from tests import slow_mae
@@ -148,21 +148,12 @@ def test_predictions_loss_and_gradients_against_the_slow_derivation(arm):
     loss.backward()
     expected.backward()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, copies[name].grad, rtol=1e-7, atol=1e-11, msg=name)
+        assert (parameter.grad is None) == (not parameter.requires_grad), name
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, copies[name].grad, rtol=1e-7, atol=1e-11, msg=name)
 
 
 # --------------------------------------------------------------------------------------------------- what is special
-
-
-def test_a_query_does_not_depend_on_which_others_there_are():
-    """Predictions of the retained tokens, with half of the tokens thrown and with none."""
-    plain = build(throw_ratio=0.5, progressive=False)
-    full = build(throw_ratio=0.0)
-    full.load_state_dict(plain.state_dict())
-    imgs, ids = a_batch(plain)
-    few, retained = plain.reconstruct(imgs, ids)
-    every, _ = full.reconstruct(imgs, ids)
-    torch.testing.assert_close(every[retained], few[retained], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("levels", "use_input"), [(None, True), (None, False), ((0, 2), True), ((2,), False)])
@@ -180,48 +171,6 @@ def test_levels_are_the_input_and_then_the_blocks_in_order(levels, use_input):
         expected.insert(0, inputs[0])
     assert torch.equal(found, torch.stack(list(expected)))
     assert len(found) == model.decoder.level_weights.shape[1]
-
-
-def test_a_mixture_is_a_sum_over_the_levels():
-    weights = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
-    levels = torch.randn(3, 4, 5, 6, dtype=torch.float64, requires_grad=True)
-    mixtures = mix_levels(weights, levels)
-    for j in range(2):
-        expected = weights[j, 0] * levels[0] + weights[j, 1] * levels[1] + weights[j, 2] * levels[2]
-        torch.testing.assert_close(mixtures[j], expected)
-    assert torch.autograd.gradcheck(mix_levels, (weights, levels))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        single = mix_levels(weights.float(), levels.float())
-    torch.testing.assert_close(single, mixtures.float())  # both are float32
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_gradients_reach_every_level_and_the_convolution(source):
-    model = build(visible_source=source)
-    model(*a_batch(model))["pixel"].backward()
-    assert model.decoder.level_weights.grad.all()
-    aggregation = model.decoder.aggregation
-    assert aggregation.operator.weight.grad.flatten(1).any(dim=1).all()
-    if source == "zeros":
-        assert [name for name, _ in aggregation.named_parameters()] == ["operator.weight", "operator.bias"]
-    else:
-        assert aggregation.visible_weights.grad.all()
-        assert aggregation.visible_embed.weight.grad.all()
-
-
-@pytest.mark.parametrize(("source", "reads_visible"), [("zeros", False), ("embed", True)])
-def test_with_zeros_only_retained_features_reach_a_thrown_token(source, reads_visible):
-    """The decoder's blocks are replaced by the identity, so that retained tokens depend on no image."""
-    model = build(visible_source=source)
-    for block in model.decoder.blocks:
-        block.forward = lambda x, context: x
-    imgs, ids = a_batch(model)
-    order = TokenOrder(ids, model.counts)
-    before, mask = model.reconstruct(imgs, ids)
-    after, _ = model.reconstruct(imgs.flip(0) + 1, ids)
-    retained = mask & ~order.thrown
-    assert torch.equal(before[retained], after[retained])
-    assert torch.equal(before[order.thrown], after[order.thrown]) != reads_visible
 
 
 def test_first_weights():

@@ -175,20 +175,6 @@ def test_models_at_full_size():
     assert {module.eps for module in base.modules() if isinstance(module, nn.LayerNorm)} == {1e-6}
 
 
-@pytest.mark.parametrize(
-    ("make", "trained", "encoder"),
-    [
-        (greenmim_swin_base_patch4_window7, 91_997_880, 86_743_224),
-        (greenmim_swin_large_patch4_window14, 200_774_356, 195_257_556),
-    ],
-)
-def test_number_of_parameters_of_the_release(make, trained, encoder):
-    with torch.device("meta"):
-        model = make(throw_ratio=0.0)
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == trained
-    assert sum(p.numel() for name, p in model.named_parameters() if not name.startswith("decoder.")) == encoder
-
-
 # ------------------------------------------------------------------------------------------------------------ the model
 
 
@@ -413,7 +399,8 @@ def test_the_order_of_patch_merging_in_the_first_release(tmp_path):
 
     torch.save({"model": release(source)}, tmp_path / "release.pth")
     tuned = SwinTransformer(num_classes=3, **SIZES)
-    load_encoder(tuned, tmp_path / "release.pth", first_release_merging=True)
+    report = load_encoder(tuned, tmp_path / "release.pth", first_release_merging=True)
+    assert report.missing == ["head.weight", "head.bias"]
     assert torch.equal(tuned.layers[1].downsample.reduction.weight, model.layers[1].downsample.reduction.weight)
 
 
@@ -421,14 +408,3 @@ def test_weights_without_merging_have_no_order_of_it(tmp_path):
     path = save_checkpoint(tmp_path, 1, {"model": {"norm.weight": torch.zeros(3)}}, {})
     with pytest.raises(ValueError, match="only Swin's have an order of merging"):
         load_encoder(SwinTransformer(num_classes=3, **SIZES), path, first_release_merging=True)
-
-
-def test_the_release_s_encoder_moves_to_dense_fine_tuning(tmp_path):
-    source = build().float()
-    torch.save({"model": release(source)}, tmp_path / "weights.pth")
-    tuned = SwinTransformer(num_classes=3, **SIZES)
-    report = load_encoder(tuned, tmp_path / "weights.pth")
-    assert report.missing == ["head.weight", "head.bias"]
-    assert not report.resized
-    assert {module.eps for module in tuned.modules() if isinstance(module, nn.LayerNorm)} == {1e-5}
-    assert torch.equal(tuned.layers[2].blocks[1].attn.qkv.weight, source.layers[2].blocks[1].attn.qkv.weight)

@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from timm.optim import param_groups_weight_decay
 
 from frameworks.models_mff_pr import MFFMaskedAutoencoderViT, mff_vit_base_patch16
 from tests import slow_mae
@@ -61,25 +60,8 @@ def test_the_mixture_begins_even():
     assert model.fused_blocks == (0, 3)
     assert model.proj_weights.softmax(dim=0).flatten().tolist() == [0.5, 0.5]
     assert not model.proj_layers[0].bias.any()
-    assert model.proj_layers[0].weight.abs().max() < (6 / 48) ** 0.5
-
-
-@pytest.mark.parametrize(
-    ("name", "decays"),
-    [
-        ("cls_token", False),
-        ("decoder.mask_token", False),
-        ("norm.weight", False),
-        ("proj_layers.0.bias", False),
-        ("proj_layers.0.weight", True),
-        ("proj_weights", True),
-        ("decoder.aggregation.operator.weight", True),
-    ],
-)
-def test_weight_decay_spares_the_tokens_and_not_the_logits(name, decays):
-    model = MFFMaskedAutoencoderViT(**SIZES, throw_ratio=0.5)
-    _, decayed = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
-    assert any(parameter is model.get_parameter(name) for parameter in decayed["params"]) == decays
+    bound = (6 / 48) ** 0.5  # Xavier's
+    assert 0.9 * bound < model.proj_layers[0].weight.abs().max() <= bound
 
 
 def release_name(name):

@@ -7,15 +7,11 @@ import pytest
 import torch
 
 import models_vit
-from encoders.load import load_encoder
-from frameworks import registry
 from frameworks.models_tec_pr import TECViT, tec_vit_base_patch16, tec_vit_large_patch16, tec_vit_micro_patch4
 from frameworks.teacher import Teacher
-from models_vit import VisionTransformer
 from prmim import TokenOrder
 from tests import slow_mae
 from tests.test_models_mae_pr import assert_same_weights, orders, perturbed, segments
-from util.run.checkpoint import save_checkpoint, sha256
 
 ENCODER = dict(img_size=32, patch_size=8, embed_dim=24, depth=4, num_heads=3)
 SIZES = ENCODER | dict(decoder_embed_dim=16, decoder_num_heads=2, num_adap=2, kernel_size=3, att_topk=3, att_tau=1.7)
@@ -160,31 +156,6 @@ def test_losses_and_predictions_against_the_slow_derivation(throw_ratio, progres
 # ----------------------------------------------------------------------------------------------- losses and the teacher
 
 
-@pytest.mark.parametrize(("throw_ratio", "progressive"), ARMS)
-def test_features_of_every_masked_token_are_supervised_and_attention_reaches_every_key(throw_ratio, progressive):
-    model = build(throw_ratio, progressive)
-    imgs, ids = a_batch(model)
-    order = TokenOrder(ids, model.counts)
-    outputs = []
-    forward_decoders = model.forward_decoders
-
-    def record(*args):
-        outputs.extend(forward_decoders(*args))
-        return outputs
-
-    model.forward_decoders = record
-    losses = model(imgs, ids)
-    touched = {}
-    for (name, loss), output in zip(losses.items(), outputs, strict=True):
-        (gradient,) = torch.autograd.grad(loss, output, retain_graph=True)
-        touched[name] = order.restore(gradient[:, 1:].abs().amax(dim=-1, keepdim=True)).squeeze(-1) > 0
-    present = torch.ones_like(order.mask)
-    if not progressive:
-        present = ~order.thrown
-    assert torch.equal(touched["feature"], order.mask & present)
-    assert torch.equal(touched["attention"], present)
-
-
 def test_the_teacher_is_frozen_deterministic_and_in_no_checkpoint():
     model = build().train()
     for names in (model.state_dict(), dict(model.named_parameters()), dict(model.named_modules())):
@@ -200,31 +171,6 @@ def test_the_teacher_is_frozen_deterministic_and_in_no_checkpoint():
         assert not target.requires_grad
 
 
-def test_a_run_needs_a_teacher():
-    with pytest.raises(ValueError, match="--model tec_vit_base_patch16 needs --teacher: the pre-trained ViT"):
-        registry.check_own_flags({"model": "tec_vit_base_patch16", "teacher": None})
-    registry.check_own_flags({"model": "tec_vit_base_patch16", "teacher": "run"})
-    registry.check_own_flags({"model": "mae_vit_base_patch16", "teacher": None})
-
-
-def test_what_a_run_records_about_the_teacher(tmp_path, monkeypatch):
-    weights = models_vit.vit_micro_patch4(global_pool="token").state_dict()
-    path = save_checkpoint(tmp_path, 3, {"model": weights}, {})
-    monkeypatch.chdir(tmp_path)
-    model = tec_vit_micro_patch4(teacher=".", att_topk=5)
-    assert model.own_settings() == {"teacher": str(path.resolve()), "att_topk": 5, "att_tau": 1.0}
-    assert model.named_files() == {"teacher": model.teacher}
-    assert model.teacher.fingerprint == sha256(path)
-    assert "checkpoint-3.pth" in model.teacher.origin
-
-
-def test_the_teacher_moves_with_the_model():
-    model = TECViT(**SIZES).double()
-    assert {p.dtype for p in model.teacher.parameters()} == {torch.float64}
-    model.to("meta")
-    assert {p.device.type for p in model.teacher.parameters()} == {"meta"}
-
-
 @pytest.mark.parametrize(
     "name",
     ["cls_token_mlp.fc1", "encoder_adaptor.fuse_fcs.1", "encoder_adaptor.adap_mlps.0.fc2", "decoder_att.pred"],
@@ -235,13 +181,6 @@ def test_linear_layers_are_xavier_uniform_at_first(name):
     bound = (6 / sum(linear.weight.shape)) ** 0.5
     assert 0.9 * bound < linear.weight.abs().max() <= bound
     assert not linear.bias.any()
-
-
-def test_mask_tokens_are_normal_at_first():
-    torch.manual_seed(0)
-    model = TECViT(**SIZES)
-    for decoder in (model.decoder_att, model.decoder_fea):
-        assert 0.005 < decoder.mask_token.std() < 0.05
 
 
 def test_the_initial_weights_of_the_encoder_do_not_depend_on_the_size_of_the_teacher(tmp_path):
@@ -316,23 +255,6 @@ def test_load_official():
         torch.nn.init.zeros_(parameter)
     model.load_official({"model": released(source)})
     assert_same_weights(model, source)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("pool", ["avg", "token"])
-def test_folding_the_mlp_on_the_class_token_changes_no_features(tmp_path, pool):
-    """The classifier's class token is the output of the MLP on the pre-trained one."""
-    source = build()
-    path = save_checkpoint(tmp_path, 1, {"model": source.state_dict()}, {})
-    folded = VisionTransformer(num_classes=5, global_pool=pool, **ENCODER).double()
-    report = load_encoder(folded, path)
-    assert "cls_token" in report.loaded
-    assert not any(name.startswith("cls_token") for name in report.unexpected)
-    torch.testing.assert_close(folded.cls_token, source.cls_token_mlp(source.cls_token), rtol=1e-10, atol=0)
-    if pool == "token":  # with the final norm
-        imgs = torch.randn(4, 3, 32, 32, dtype=torch.float64)
-        expected = source.forward_features(imgs)
-        torch.testing.assert_close(folded.forward_features(imgs), expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(

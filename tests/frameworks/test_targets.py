@@ -95,21 +95,6 @@ def test_scripts_refuse_to_take_it_for_pixels(laplacian, photos, tmp_path, capsy
     assert not (tmp_path / "mae.pth").exists()
 
 
-def test_a_flag_may_choose_the_target():
-    class EitherMAE(LaplacianMAE):
-        is_laplacian = False
-
-        def target_tokens(self, imgs, pixels):
-            if self.is_laplacian:
-                return super().target_tokens(imgs, pixels)
-            return pixels
-
-    model = EitherMAE(**NANO, decoder_embed_dim=64, decoder_depth=2)
-    assert model.predicts_pixels()
-    model.is_laplacian = True
-    assert not model.predicts_pixels()
-
-
 def test_a_drawing_that_fails_leaves_the_model_in_training():
     torch.manual_seed(0)
     model = LaplacianMAE(**NANO, decoder_embed_dim=64, decoder_depth=2)

@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 
+from encoders.models_relative_vit import relative_vit_micro_patch4
 from frameworks import teacher as models_teacher
 from frameworks.models_tec_pr import tec_vit_micro_patch4
 from frameworks.teacher import open_teacher
@@ -71,33 +72,6 @@ def test_patches_follow_all_class_tokens(tmp_path):
     assert rows.shape == (2, 3, 6, 64)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("num_keys", [64, 32])
-def test_attention_equals_that_of_timm(tmp_path, num_keys):
-    theirs = timm_vit()
-    torch.save(theirs.state_dict(), tmp_path / "teacher.pth")
-    teacher = open_teacher(str(tmp_path / "teacher.pth"), (32, 32), 4)
-    imgs = torch.randn(2, 3, 32, 32)
-    last = theirs.blocks[-1]
-    inputs = []
-    last.register_forward_hook(lambda module, args, output: inputs.append(args[0]))
-    expected = features_of(theirs, imgs)
-    q, k, _ = last.attn.qkv(last.norm1(inputs[0])).view(2, 65, 3, 3, 32).permute(2, 0, 3, 1, 4)
-    logits = q @ k.transpose(-2, -1) / 32**0.5  # [B, heads, 65, 65]
-    student = mae_vit_micro_patch4(throw_ratio=0.5)
-    order = TokenOrder(orders(student, 2), student.counts)
-    features, rows, queries = teacher(imgs, order, num_keys, topk=5)
-    torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-4)
-    assert rows.shape == (2, 3, 6, num_keys)
-    for b in range(2):
-        patches = order.ids_shuffle[b, :num_keys]
-        relevance = logits[b, :, 0, 1 + patches].mean(dim=0)
-        assert queries[b].tolist() == relevance.argsort(descending=True)[:5].tolist()
-        tokens = [0, *(1 + patches[queries[b]]).tolist()]  # of the queries: the class token comes first
-        for i, token in enumerate(tokens):
-            torch.testing.assert_close(rows[b, :, i], logits[b, :, token, 1 + patches], rtol=1e-4, atol=1e-4)
-
-
 def test_a_run_of_this_project_is_a_teacher(tmp_path):
     model = mae_vit_micro_patch4()
     settings = dict(model="mae_vit_micro_patch4", input_size=[32], patch_size=4)
@@ -109,6 +83,7 @@ def test_a_run_of_this_project_is_a_teacher(tmp_path):
     assert teacher.fingerprint == sha256(path)
     assert not teacher.training
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    assert tec_vit_micro_patch4(teacher=str(tmp_path)).own_settings()["teacher"] == teacher.source
 
 
 def test_positions_of_another_grid_are_resized(tmp_path):
@@ -164,14 +139,10 @@ MINI = vit_mini_patch4(global_pool="token").state_dict()
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"model": torch.zeros(2)}, "holds no weights by their names"),
-        ({"model": "x"}, "holds no weights by their names"),
-        ({"state_dict": None}, "holds no weights by their names"),
-        ({0: torch.zeros(2)}, "holds no weights by their names"),
-        ({"fc.weight": torch.zeros(2)}, "holds no encoder of a known kind: patch_embed.proj.weight, "),
         (MINI | {"blocks.0.ls1.gamma": torch.zeros(192)}, "this Teacher has no blocks.0.ls1.gamma"),
         ({k: v for k, v in MINI.items() if k != "blocks.2.norm1.bias"}, r"missing: blocks\.2\.norm1\.bias"),
         (vit_micro_patch4(embed_dim=48).state_dict(), "none is known for width 48 and depth 4; known"),
+        (relative_vit_micro_patch4().state_dict(), "a teacher must be a plain ViT"),
     ],
 )
 def test_unusable_files_are_refused(tmp_path, weights, message):
@@ -184,11 +155,6 @@ def test_other_patches_are_refused(tmp_path):
     torch.save(MINI, tmp_path / "teacher.pth")
     with pytest.raises(ValueError, match="cuts patches of 4 px, the student of 8"):
         open_teacher(str(tmp_path / "teacher.pth"), (32, 32), 8)
-
-
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds no intact checkpoint"):
-        open_teacher(str(tmp_path), (32, 32), 4)
 
 
 def test_names_close_to_a_wrong_one_are_listed():

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from encoders.load import load_encoder, load_model
+from encoders.load import load_encoder
 from frameworks.models_tec_pr import tec_vit_micro_patch4
 from models_vit import VisionTransformer
 from scripts import export
@@ -65,9 +65,6 @@ def test_unfolded_and_folded_start_from_the_same_function(tmp_path):
         assert ("cls_token_mlp.fc1.weight" in report.loaded) == unfolded
         features.append(model.forward_features(imgs))
     torch.testing.assert_close(features[0], features[1], rtol=1e-10, atol=1e-10)
-    with_random_mlp = VisionTransformer(num_classes=5, cls_token_mlp=True, **ENCODER).double()
-    with_random_mlp.load_state_dict(model.state_dict(), strict=False)
-    assert not torch.allclose(with_random_mlp.forward_features(imgs), features[0], rtol=1e-3)
 
 
 def published(source, path):
@@ -141,11 +138,6 @@ def test_a_run_on_published_weights_resumes_and_evaluates(labelled, tmp_path, ca
     assert not any(name.startswith("cls_token_mlp") for name in weights)
 
 
-def test_published_weights_are_opened_with_a_norm_of_ones(tmp_path):
-    published(tec_vit_micro_patch4(), tmp_path / "tec.pth")
-    assert load_model(tmp_path / "tec.pth").norm.weight.unique().tolist() == [1.0]
-
-
 def test_the_mlp_learns_like_the_head_and_the_positions_not_at_all():
     with torch.device("meta"):
         model = VisionTransformer(num_classes=5, cls_token_mlp=True, train_pos_embed=False, **ENCODER)
@@ -165,9 +157,9 @@ def test_partial_fine_tuning_freezes_the_mlp():
     assert trained == {"blocks", "fc_norm", "head"}
 
 
-@pytest.mark.parametrize("model", ["swin_micro_patch4_window4", "relative_vit_micro_patch4"])
 @pytest.mark.parametrize("flag", ["--cls_token_mlp", "--no-train_pos_embed"])
-def test_other_models_are_refused(labelled, tmp_path, capsys, model, flag):
+def test_other_models_are_refused(labelled, tmp_path, capsys, flag):
+    model = "swin_micro_patch4_window4"
     message = finetune.refused(capsys, labelled, tmp_path / "out", "--model", model, flag)
     assert f"{flag} is for plain ViTs, but --model is {model}: leave it out" in message
 
