@@ -236,8 +236,13 @@ class Framework(nn.Module):
         """
         from util.run.checkpoint import load_strict  # here, because a model needs no code for files to be trained
 
-        weights = state_dict.get("model", state_dict.get("state_dict", state_dict))
-        load_strict(self, self.official_names(dict(weights)), f"{self.release} weights", optional="aggregation.")
+        weights = self.official_names(weights_in(state_dict))
+        load_strict(self, weights, f"{self.release} weights", optional="aggregation.")
+
+
+def weights_in(content: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the weights in the content of a release's file: its `model`, its `state_dict`, or all of it."""
+    return dict(content.get("model", content.get("state_dict", content)))
 
 
 DECODER_FLAGS = (  # of MAE, MFF and CrossMAE, whose constructors use `decoder_heads`

@@ -17,7 +17,7 @@ from encoders import models_swin
 from encoders.models_swin import SwinEncoder
 from encoders.names import swap_merging
 from encoders.window_groups import WindowGrouper
-from framework import Flag, PixelFramework
+from framework import Flag, PixelFramework, weights_in
 from models_vit import init_weights
 from prmim import MaskCollator, ProgressiveDecoder, TokenOrder, TokenOrderSampler
 
@@ -216,7 +216,7 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         first_release: re-index the patch merging from the order 00, 01, 10, 11 of the public files to Swin's 00, 10,
         01, 11.
         """
-        weights = state_dict.get("model", state_dict)
+        weights = weights_in(state_dict)
         if first_release:
             weights = swap_merging(weights)
         super().load_official(weights)

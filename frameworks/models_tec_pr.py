@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from encoders.names import is_published_tec
-from framework import Flag, Framework, View
+from framework import Flag, Framework, View, weights_in
 from frameworks.teacher import Teacher, attention_logits, open_teacher
 from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, init_weights
 from prmim import ProgressiveDecoder, TokenOrder
@@ -318,7 +318,7 @@ class TECViT(Framework, ViTEncoder):
         The latter hold the encoder alone, with the MLP folded into the class token: this model then has no MLP, its
         norm gets weight 1 and bias 0, and a warning says that adapter and decoders keep their values.
         """
-        weights = state_dict.get("model", state_dict)
+        weights = weights_in(state_dict)
         if not is_published_tec(weights):
             super().load_official(weights)
             return

@@ -389,7 +389,7 @@ def test_the_order_of_patch_merging_in_the_first_release(tmp_path):
     """Weights of a model that merges 00, 01, 10, 11, re-indexed to Swin's 00, 10, 01, 11, give the same features."""
     source = build(throw_ratio=0.0).float()
     model = build(throw_ratio=0.0).float()
-    model.load_official(release(source), first_release=True)
+    model.load_official({"state_dict": release(source)}, first_release=True)
     merging = model.layers[0].downsample
     old_merging = source.layers[0].downsample
     x = torch.randn(2, 4, 4, 16)

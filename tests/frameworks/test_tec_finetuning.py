@@ -119,7 +119,7 @@ def test_official_loading_of_published_weights_says_what_is_folded_and_what_is_u
     weights = published(source, tmp_path / "tec.pth")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.warns(UserWarning, match="MLP is folded into the class token; adapter and decoders are not in the"):
-        model.load_official({"model": weights})
+        model.load_official({"state_dict": weights})
     after = model.state_dict()
     assert not any(name.startswith("cls_token_mlp") for name in after)
     for name in after.keys() - weights.keys() - {"norm.weight", "norm.bias"}:
