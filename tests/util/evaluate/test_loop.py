@@ -31,12 +31,16 @@ def test_the_processes_see_each_image_once_in_full_batches(dataset, monkeypatch,
     seen = []
     for rank in range(world_size):
         become(monkeypatch, rank, world_size)
-        batches = [imgs for imgs, _ in evaluation_batches(dataset, range(num_images), context(batch_size=4))]
-        assert all(len(imgs) == 4 for imgs in batches[:-1])
+        batches = list(evaluation_batches(dataset, range(num_images), context(batch_size=4)))
+        assert all(len(imgs) == 4 for imgs, _ in batches[:-1])
         share = share_of_rank(range(num_images)).tolist()
-        imgs = [img for batch in batches for img in batch]
-        for i, img in zip(share, imgs, strict=True):
-            assert torch.equal(img, dataset[0, i][0])
+        pairs = []
+        for imgs, labels in batches:
+            pairs += zip(imgs, labels.tolist(), strict=True)
+        for i, (img, label) in zip(share, pairs, strict=True):
+            expected_img, expected_label, _ = dataset[0, i]
+            assert torch.equal(img, expected_img)
+            assert label == expected_label
         seen += share
     assert sorted(seen) == list(range(num_images))
 

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 import shutil
 
 import pytest
@@ -133,17 +132,15 @@ def test_rank_0_hashes_a_checkpoint_once(tmp_path, monkeypatch, rank, is_named, 
     assert hashed == [saved] * num_hashes
 
 
-@pytest.mark.parametrize(("number", "raised"), [(errno.EACCES, ValueError), (errno.EROFS, ValueError)])
-def test_a_folder_that_cannot_be_written_to_is_the_users_error(tmp_path, monkeypatch, number, raised):
-    monkeypatch.replace_in(folder_module, "tempfile.TemporaryFile", fails_with(number))
-    with pytest.raises(raised, match="cannot be written to .*choose another folder"):
+def test_a_folder_that_cannot_be_written_to_is_the_users_error(tmp_path, monkeypatch):
+    monkeypatch.replace_in(folder_module, "tempfile.TemporaryFile", fails_with(errno.EROFS))
+    with pytest.raises(ValueError, match="cannot be written to .*choose another folder"):
         folder_module.writable_folder(tmp_path)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO])
-def test_a_storage_that_fails_may_work_later(tmp_path, monkeypatch, number):
-    monkeypatch.replace_in(folder_module, "tempfile.TemporaryFile", fails_with(number))
-    with pytest.raises(OSError, match=re.escape(os.strerror(number))):
+def test_a_storage_that_fails_may_work_later(tmp_path, monkeypatch):
+    monkeypatch.replace_in(folder_module, "tempfile.TemporaryFile", fails_with(errno.ESTALE))
+    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
         folder_module.writable_folder(tmp_path)
 
 
@@ -154,24 +151,21 @@ def fails_with(number):
     return fail
 
 
-def _fails_on_rank_1(rank, kind):
-    errors = {
-        "stale": OSError(errno.ESTALE, "stale"),
-        "denied": PermissionError(errno.EACCES, "denied"),
-        "bug": ValueError("wrong"),
-    }
+def _outcomes_of_failures_on_rank_1(rank):
+    """The error of each rank after another kind of error on rank 1."""
+    outcomes = []
+    for error in (OSError(errno.ESTALE, "stale"), PermissionError(errno.EACCES, "denied"), ValueError("wrong")):
 
-    def work():
-        if rank == 1:
-            raise errors[kind]
+        def work(error=error):
+            if rank == 1:
+                raise error
 
-    try:
-        collectives.run_everywhere(work)
-    except (ValueError, OSError) as error:
-        return type(error).__name__
-    return ""
+        try:
+            collectives.run_everywhere(work)
+        except (ValueError, OSError) as raised:
+            outcomes.append(type(raised))
+    return outcomes
 
 
-@pytest.mark.parametrize(("kind", "on_rank_0"), [("stale", "OSError"), ("denied", "ValueError"), ("bug", "ValueError")])
-def test_a_storage_that_fails_on_one_rank_is_no_error_of_the_user_on_another(kind, on_rank_0):
-    assert run_in_two_processes(_fails_on_rank_1, kind)[0] == on_rank_0
+def test_a_storage_that_fails_on_one_rank_is_no_error_of_the_user_on_another():
+    assert run_in_two_processes(_outcomes_of_failures_on_rank_1)[0] == [OSError, ValueError, ValueError]

@@ -8,7 +8,7 @@ import torch
 
 import main_pretrain
 from tests.runs import info_of_run
-from util.run.checkpoint import CheckpointError, DataInfo, StartInfo, refuse_damage, save_checkpoint
+from util.run.checkpoint import CheckpointError, StartInfo, refuse_damage, save_checkpoint
 from util.run.distributed import Process
 from util.run.flags import Plan, changes_of_flags
 from util.run.folder import Start
@@ -46,21 +46,7 @@ def other(settings=None, **changes):
         ({"settings": {"lr": 2.0}}, ["--lr was 1.0 and now is 2.0"]),
         ({"settings": {"new_flag": 1}}, []),
         ({"settings": {"batch_size": 4, "accum_iter": 2, "num_workers": 0, "data_path": "b", "compile": True}}, []),
-        (
-            {"data": DataInfo(24, "9876543210")},
-            ["the data had 24 images (names and labels 01234567) and now has 24 images (names and labels 98765432)"],
-        ),
-        (
-            {"data": DataInfo(23, "0123456789")},
-            ["the data had 24 images (names and labels 01234567) and now has 23 images"],
-        ),
-        (
-            {"val_data": DataInfo(5, "jihgfedcba")},
-            ["the validation data had 5 images (names and labels abcdefgh) and now has 5 images"],
-        ),
         ({"pixels": "uint16"}, ["the images had pixels of uint8 and now have uint16"]),
-        ({"optimizer": "LARS"}, ["the optimizer was AdamW and now is LARS: it starts without the state"]),
-        ({"files": {"teacher": "other"}}, ["the teacher's weights have changed"]),
     ],
 )
 def test_changes_of_results_are_found(changes, said):
@@ -88,7 +74,6 @@ def test_a_flag_that_is_newer_than_the_checkpoint_is_a_change_if_it_is_given(giv
         ),
         ({"world_size": 2}, ["(world_size was 1 and now is 2)"]),
         ({"settings": {"compile": True}}, ["results agree to rounding"]),
-        ({"settings": {"device": "cuda"}}, ["--device was cpu and now is cuda"]),
         ({"origin": StartInfo("files 2", "main_pretrain.py")}, ["files 1 then, files 2 now"]),
     ],
 )
@@ -106,14 +91,13 @@ def start(tmp_path, **parts):
     return Start("main_pretrain.py", process, tmp_path, path, StartInfo("files 1", ""), None)
 
 
-@pytest.mark.parametrize("name", ["step", "origin", "files", "data"])
-def test_a_checkpoint_of_another_version_is_refused(tmp_path, name):
+def test_a_checkpoint_of_another_version_is_refused(tmp_path):
     found = start(tmp_path)
     sidecar = found.resume_path.with_suffix(".json")
     content = json.loads(sidecar.read_text())
-    del content["meta"][name]
+    del content["meta"]["origin"]
     sidecar.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=f"checkpoint-1.pth' was written by another version .*'{name}'"):
+    with pytest.raises(CheckpointError, match="checkpoint-1.pth' was written by another version .*'origin'"):
         read_resumed(found, 8)
 
 
