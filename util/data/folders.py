@@ -167,7 +167,8 @@ def find_files(data_path: str | Path, split: str = "train", labelled: bool = Fal
     chosen = choose_split(by_split, split, labelled)
     if chosen is None:
         if labelled:
-            advice = advise_in(path) or f"; expected are {path / split}/<class>/*.jpg, or tars named like {split}-0.tar"
+            expected = listing.path / split
+            advice = advise_in(path) or f"; expected are {expected}/<class>/*.jpg, or tars named like {split}-0.tar"
             raise MissingSplit(f"--data_path {str(path)!r} has no folder {split}/{advice}")
         if by_split:
             names_of_splits = [name for names in by_split.values() for name in names]

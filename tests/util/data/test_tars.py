@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import re
 import shutil
 import tarfile
 from unittest.mock import Mock
@@ -127,7 +128,8 @@ def test_one_tar_may_be_the_data_path(tmp_path):
     path = webdataset(tmp_path / "b-test-0.tar", [0, 1])
     assert len(open_images("folder", path)) == 2
     assert len(open_images("folder", path, "val", labelled=True)) == 2
-    with pytest.raises(MissingSplit):  # whatever it was trained on is not evaluated on
+    advice = f"; expected are {tmp_path / 'train'}/<class>/"
+    with pytest.raises(MissingSplit, match=re.escape(advice)):  # whatever it was trained on is not evaluated on
         open_images("folder", path, labelled=True)
 
 
