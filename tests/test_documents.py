@@ -261,8 +261,11 @@ def test_named_recipes_exist() -> None:
 
 @cache
 def known_flags() -> set[str]:
+    parsers = [torchrun_parser()]
+    for program in (*MAINS, *SCRIPTS):
+        parsers.append(parser_of(program))
     flags = set(OTHER_FLAGS)
-    for parser in (torchrun_parser(), *(parser_of(program) for program in (*MAINS, *SCRIPTS))):
+    for parser in parsers:
         flags |= parser._option_string_actions.keys()
     return flags
 

@@ -163,7 +163,8 @@ def test_a_model_that_has_learnt_with_a_mask_is_evaluated_on_images_without_one(
     probe = [str(word) for word in (*words, "--output_dir", tmp_path / "probe")]
     with pytest.raises(SystemExit):
         main_probe.main(probe)
-    assert "expect files of 4 bands" in (error := capsys.readouterr().err)
+    error = capsys.readouterr().err
+    assert "expect files of 4 bands" in error
     assert "--all_valid" in error
     main_probe.main([*probe, "--all_valid"])
     settings = json.loads((tmp_path / "probe" / "probe.json").read_text())["settings"]

@@ -88,6 +88,13 @@ def test_the_random_phase_throws_nothing(make, random_phase, attention_phase):
 # --------------------------------------------------------------------------------------------------------- sampler
 
 
+def of_tokens(units, side):
+    """Gives the values of 4 x 4 units [B, 16] to their side x side tokens. Returns [B, N]."""
+    grid = units.reshape(-1, 4, 4)
+    tokens = grid.repeat(side, axis=1).repeat(side, axis=2)
+    return tokens.reshape(len(units), -1)
+
+
 @pytest.mark.parametrize("unit", [1, 2])
 def test_the_first_drawn_are_retained_the_next_thrown_the_last_visible(unit):
     """Weights so unequal that the order of the draws is certain. A unit has unit x unit tokens, an image 16 units."""
@@ -95,11 +102,9 @@ def test_the_first_drawn_are_retained_the_next_thrown_the_last_visible(unit):
     sampler = AMTOrderSampler(4 * unit, counts, "attention", unit)
     rng = np.random.default_rng(0)
     drawn = np.stack([rng.permutation(16) for _ in range(30)])  # by units: 0 is drawn first
-    unit_weights = (1e6 ** (15 - drawn)).reshape(30, 4, 4)
-    weights = unit_weights.repeat(unit, axis=1).repeat(unit, axis=2).reshape(30, -1)
+    weights = of_tokens(1e6 ** (15 - drawn), unit)
     ids = sampler(noise_of(30, counts.num_tokens), weights=weights)
-    token_drawn = drawn.reshape(30, 4, 4).repeat(unit, axis=1).repeat(unit, axis=2).reshape(30, -1)
-    draws = np.take_along_axis(token_drawn, ids, axis=1)
+    draws = np.take_along_axis(of_tokens(drawn, unit), ids, axis=1)
     visible, retained, thrown = np.split(draws, [counts.num_visible, counts.num_kept], axis=1)
     assert (visible >= 12).all()
     assert (retained < 8).all()

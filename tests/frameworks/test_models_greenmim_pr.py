@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from encoders.load import load_encoder
 from encoders.models_swin import SwinEncoder, SwinTransformer, WindowAttention
@@ -178,10 +177,6 @@ def test_models_at_full_size():
 # ------------------------------------------------------------------------------------------------------------ the model
 
 
-def norm(x, w, name):
-    return F.layer_norm(x, x.shape, w[f"{name}.weight"], w[f"{name}.bias"], 1e-6)
-
-
 def slow_encoder(model, img, units):
     """Returns {unit: latent} of one image, computed token by token from torch's basic operators."""
     w = dict(model.named_parameters())
@@ -191,29 +186,36 @@ def slow_encoder(model, img, units):
             for j in range(4):
                 row = 4 * (unit // 4) + i
                 column = 4 * (unit % 4) + j
-                tokens[row, column] = norm(slow_mae.embed(img, 16 * row + column, 4, w), w, "patch_embed.norm")
+                tokens[row, column] = slow_mae.norm(slow_mae.embed(img, 16 * row + column, 4, w), w, "patch_embed.norm")
     for stage, heads in enumerate((2, 2, 4)):
         for shift in (0, 1):
             tokens = slow_block(tokens, w, f"layers.{stage}.blocks.{shift}", heads, shift)
         if stage < 2:
             tokens = slow_merging(tokens, w, f"layers.{stage}.downsample")
-    return {4 * row + column: norm(x, w, "norm") for (row, column), x in tokens.items()}
+    return {4 * row + column: slow_mae.norm(x, w, "norm") for (row, column), x in tokens.items()}
 
 
 def slow_block(tokens, w, name, heads, shift):
     """Each token attends to those of its window of 2 x 2, with a bias by their offset."""
     table = w[f"{name}.attn.relative_position_bias_table"]
-    qkv = {cell: slow_mae.linear(norm(x, w, f"{name}.norm1"), w, f"{name}.attn.qkv") for cell, x in tokens.items()}
+    qkv = {}
+    for cell, x in tokens.items():
+        normed = slow_mae.norm(x, w, f"{name}.norm1")
+        qkv[cell] = slow_mae.linear(normed, w, f"{name}.attn.qkv")
     result = {}
     for query, x in tokens.items():
         home = window_index(query, 2, shift)
-        near = {key: value for key, value in qkv.items() if window_index(key, 2, shift) == home}
+        near = {}
+        for key, value in qkv.items():
+            if window_index(key, 2, shift) == home:
+                near[key] = value
 
         def bias(key, head, query=query):
             return table[(query[0] - key[0] + 1) * 3 + query[1] - key[1] + 1, head]
 
-        x = x + slow_mae.linear(slow_mae.attend(query, near, heads, bias), w, f"{name}.attn.proj")
-        result[query] = x + slow_mae.mlp(norm(x, w, f"{name}.norm2"), w, f"{name}.mlp")
+        attended = slow_mae.attend(query, near, heads, bias)
+        x = x + slow_mae.linear(attended, w, f"{name}.attn.proj")
+        result[query] = x + slow_mae.mlp(slow_mae.norm(x, w, f"{name}.norm2"), w, f"{name}.mlp")
     return result
 
 
@@ -221,7 +223,7 @@ def slow_merging(tokens, w, name):
     merged = {}
     for row, column in sorted({(row // 2, column // 2) for row, column in tokens}):
         four = [tokens[2 * row + i, 2 * column + j] for i, j in ((0, 0), (1, 0), (0, 1), (1, 1))]
-        merged[row, column] = w[f"{name}.reduction.weight"] @ norm(torch.cat(four), w, f"{name}.norm")
+        merged[row, column] = w[f"{name}.reduction.weight"] @ slow_mae.norm(torch.cat(four), w, f"{name}.norm")
     return merged
 
 
@@ -242,12 +244,15 @@ def slow_loss(model, img, visible, retained, thrown, places):
     supervised = list(retained)
     if model.decoder.aggregation is not None:
         kernel = dict(model.decoder.aggregation.operator.named_parameters())
-        decoded |= {unit: slow_mae.aggregate(decoded, unit, 4, kernel) for unit in thrown}
+        filled = {}
+        for unit in thrown:
+            filled[unit] = slow_mae.aggregate(decoded, unit, 4, kernel)
+        decoded |= filled
         supervised += thrown
     predictions = {}
     errors = []
     for unit in supervised:
-        predictions[unit] = slow_mae.linear(norm(decoded[unit], w, "norm"), w, "pred")
+        predictions[unit] = slow_mae.linear(slow_mae.norm(decoded[unit], w, "norm"), w, "pred")
         target = slow_mae.target_of(slow_mae.pixels_of(img, unit, 16), norm_pix=True)
         errors.append(((predictions[unit] - target) ** 2).mean())
     return sum(errors) / len(errors), predictions

@@ -75,7 +75,10 @@ def slow_simmim(w, img, visible, retained, thrown, grid, aggregates):
     supervised = list(retained)
     if aggregates:
         kernel = {"weight": w["aggregation.operator.weight"], "bias": w["aggregation.operator.bias"]}
-        tokens |= {t: slow_mae.aggregate(tokens, t, grid[1], kernel) for t in thrown}
+        filled = {}
+        for t in thrown:
+            filled[t] = slow_mae.aggregate(tokens, t, grid[1], kernel)
+        tokens |= filled
         supervised += thrown
     predictions = {}
     errors = []
@@ -93,7 +96,8 @@ def slow_block(tokens, w, name, grid):
     qkv_bias = torch.cat([q_bias, torch.zeros_like(q_bias), w[f"{name}.attn.v_bias"]])
     qkv = {}
     for t, x in tokens.items():
-        qkv[t] = w[f"{name}.attn.qkv.weight"] @ slow_mae.norm(x, w, f"{name}.norm1") + qkv_bias
+        normed = slow_mae.norm(x, w, f"{name}.norm1")
+        qkv[t] = w[f"{name}.attn.qkv.weight"] @ normed + qkv_bias
     result = {}
     for query, x in tokens.items():
 
@@ -102,8 +106,8 @@ def slow_block(tokens, w, name, grid):
                 return 0.0
             return table[table_row(query, key, *grid), head]
 
-        attended = slow_mae.linear(slow_mae.attend(query, qkv, 3, bias), w, f"{name}.attn.proj")
-        x = x + w[f"{name}.gamma_1"] * attended
+        attended = slow_mae.attend(query, qkv, 3, bias)
+        x = x + w[f"{name}.gamma_1"] * slow_mae.linear(attended, w, f"{name}.attn.proj")
         hidden = slow_mae.mlp(slow_mae.norm(x, w, f"{name}.norm2"), w, f"{name}.mlp")
         result[query] = x + w[f"{name}.gamma_2"] * hidden
     return result

@@ -133,7 +133,8 @@ def slow_top1(model, folder, view, wnids=WNIDS):
     """Top-1 among these classes, image by image, in percent."""
     hits = []
     for path in sorted(folder.glob("*/*.JPEG")):
-        img = view(torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1))
+        pixels = np.array(Image.open(path).convert("RGB"))
+        img = view(torch.from_numpy(pixels).permute(2, 0, 1))
         logits = model(Normalize()(img.unsqueeze(0)))[0]
         choice = max(wnids, key=lambda wnid: logits[WNIDS.index(wnid)].item())
         hits.append(choice == path.parent.name)
@@ -144,7 +145,8 @@ def slow_top1(model, folder, view, wnids=WNIDS):
 
 
 def test_alexnet_s_errors_give_100():
-    figures = corruption_errors({corruption: [error] * 5 for corruption, error in ALEXNET_ERRORS.items()})
+    errors = {corruption: [error] * 5 for corruption, error in ALEXNET_ERRORS.items()}
+    figures = corruption_errors(errors)
     assert len(figures["ce"]) == 15
     assert figures["mce"] == pytest.approx(100)
     assert figures["mean_error"] == pytest.approx(78.8993, abs=5e-5)

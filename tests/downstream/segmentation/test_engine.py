@@ -54,7 +54,9 @@ def test_scores_against_torchmetrics():
     is_right = torch.rand(truth.shape, generator=generator) < 0.6
     predicted = torch.where(is_right, truth, (truth * 3 + 1) % 6)
     truth[:, :3] = IGNORE
-    counts = torch.stack([count_pixels(p, t, 6) for p, t in zip(predicted, truth, strict=True)]).sum(dim=0)
+    counts = torch.zeros_like(count_pixels(predicted[0], truth[0], 6))
+    for image_predicted, image_truth in zip(predicted, truth, strict=True):
+        counts += count_pixels(image_predicted, image_truth, 6)
     scores = segmentation_scores(counts)
     iou, accuracy = torchmetrics_scores(predicted, truth, average=None)
     assert scores["iou"] == pytest.approx(iou)

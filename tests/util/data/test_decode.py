@@ -113,8 +113,11 @@ RAMP = np.linspace(0, 65535, 40 * 50).round().astype(np.uint16).reshape(40, 50)
 def tiff(strip, bits):
     """A grey TIFF of 40 x 50 pixels, `bits` each, and one strip, little-endian."""
     tags = {256: 50, 257: 40, 258: bits, 259: 1, 262: 1, 273: 8, 277: 1, 278: 40, 279: len(strip)}
-    entries = b"".join(struct.pack("<HHII", tag, 3, 1, value) for tag, value in tags.items())
-    return b"II*\0" + struct.pack("<I", 8 + len(strip)) + strip + struct.pack("<H", len(tags)) + entries + bytes(4)
+    header = b"II*\0" + struct.pack("<I", 8 + len(strip))
+    directory = struct.pack("<H", len(tags))
+    for tag, value in tags.items():
+        directory += struct.pack("<HHII", tag, 3, 1, value)
+    return header + strip + directory + bytes(4)
 
 
 DEEP = {

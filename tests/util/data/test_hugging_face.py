@@ -63,7 +63,9 @@ def save(columns, path, **features):
 def photo_columns(folder):
     """The columns of a data set with the files of a folder."""
     images = FolderImages(folder)
-    files = [{"bytes": images.read(i), "path": os.fsdecode(bytes(name))} for i, name in enumerate(images.names)]
+    files = []
+    for i, name in enumerate(images.names):
+        files.append({"bytes": images.read(i), "path": os.fsdecode(bytes(name))})
     return {"image": files, "label": images.labels.tolist()}
 
 

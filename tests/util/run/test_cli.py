@@ -136,11 +136,14 @@ def test_a_warm_up_that_nobody_gave_fits_into_the_schedule(argv, warmups):
     assert isinstance(args.warmup_iters, int)
 
 
+MODELS = ["mae_tiny_patch16", "mae_small_patch16", "mae_base_patch16", "mae_large_patch16"]
+
+
 @pytest.mark.fault("U86", "a misspelt model or recipe, or `list`", "the few names close to it; `list` prints all")
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [
-        ("--model list", 0, "".join(f"mae_{name}_patch16\n" for name in ("tiny", "small", "base", "large"))),
+        ("--model list", 0, "\n".join(MODELS)),
         ("--recipe list", 0, "fast\nslow1\nslow2\n"),
         ("--model mae_bse_patch16", 2, "invalid choice: 'mae_bse_patch16'; close to it: mae_base_patch16, "),
         ("--model base", 2, "invalid choice: 'base'; close to it: mae_base_patch16 (`--model list` names all)"),
@@ -152,7 +155,7 @@ def test_a_warm_up_that_nobody_gave_fits_into_the_schedule(argv, warmups):
 def test_names_of_models_and_recipes(argv, code, words, capsys):
     parser = Parser("main_x.py")
     parser.add_argument("--recipe")
-    parser.add_argument("--model", choices=[f"mae_{name}_patch16" for name in ("tiny", "small", "base", "large")])
+    parser.add_argument("--model", choices=MODELS)
     with pytest.raises(SystemExit) as stop:
         parse_with_recipe(parser, {"fast": {}, "slow1": {}, "slow2": {}}, argv.split())
     done = capsys.readouterr()
