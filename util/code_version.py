@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,14 +43,9 @@ def _files_of_package(folder: Path) -> list[Path]:
 
 
 def source_hash(root: Path = ROOT) -> str:
-    """The hash of `source_files`."""
-    return files_hash(source_files(root), root)
-
-
-def files_hash(paths: Iterable[Path], root: Path) -> str:
-    """The first 12 digits of the SHA-256 of the files' names, relative to `root`, and contents."""
+    """The first 12 digits of the SHA-256 of the names, relative to `root`, and contents of `source_files`."""
     digest = hashlib.sha256()
-    for path in paths:
+    for path in source_files(root):
         digest.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 

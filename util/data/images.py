@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from PIL import TiffImagePlugin, UnidentifiedImageError
 
 from util.data.decode import PILLOW_ERRORS, has_16_bits, open_image
 from util.data.folders import MissingSplit, find_samples
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels
-from util.data.pixel_format import RGB8, FormatError, PixelFormat, note_on_rgb, read_format, read_pixels
+from util.data.pixel_format import RGB8, FormatError, PixelFormat, read_format, read_pixels
 from util.lazy import LazyModule
 from util.text import count_of
 
@@ -246,16 +247,23 @@ class EncodedImages(Images):
 
     def _note_lost(self, i: int) -> None:
         """Notes what image i has that RGB of 8 bits does not hold, if it is read as such."""
-        may_have_more = self.path(i).lower().endswith((".tif", ".tiff", ".png", ".ppm", ".pgm"))
-        if not self.pixel_format.is_rgb8 or not may_have_more:
+        if not self.pixel_format.is_rgb8:
             return
-        lost = note_on_rgb(self.source(i))
+        lost = []
+        try:
+            with open_image(self.source(i)) as img:
+                is_deep_grey = has_16_bits(img)
+                bits = max(getattr(img, "tag_v2", {}).get(TiffImagePlugin.BITSPERSAMPLE, (8,)))
+                if is_deep_grey or bits > 8:
+                    lost.append("16 bits")
+                if isinstance(img, TiffImagePlugin.TiffImageFile) and img.n_frames > 1:
+                    lost.append(count_of(img.n_frames, "page"))
+        except UnidentifiedImageError:  # an array, or a TIFF that tifffile reads as it is
+            return
         if not lost:
             return
-        message = f"{self.path(i)!r} has {lost}, but with 3 channels images become RGB of 8 bits"
-        with open_image(self.source(i)) as img:
-            is_grey = has_16_bits(img)
-        if is_grey and lost == "16 bits":
+        message = f"{self.path(i)!r} has {' and '.join(lost)}, but with 3 channels images become RGB of 8 bits"
+        if is_deep_grey and lost == ["16 bits"]:
             self.notes.append(f"warning: {message}: give --in_chans 1 to keep 16 bits")
         else:
             self.notes.append(f"note: {message}")

@@ -157,7 +157,11 @@ def read_pixels(
     if to_rgb and expected == RGB8 and not data.startswith(NPY):
         if data.startswith(TIFF):
             _refuse_pages(io.BytesIO(data))
-        return decode(data, reference)
+        try:
+            return decode(data, reference)
+        except UnidentifiedImageError:
+            if not data.startswith(TIFF):
+                raise
     pixel_format = read_format(io.BytesIO(data), expected.channels, to_rgb)
     if pixel_format != expected:
         raise ValueError(f"it has {pixel_format}, other images have {expected}")
@@ -306,15 +310,3 @@ def _read_tiff(data: bytes, in_chans: int) -> np.ndarray:
         if array.ndim == 3 and not _bands_last(image.shape, image.axes, in_chans):
             return np.moveaxis(array, 0, -1)
         return array
-
-
-def note_on_rgb(source: str | BinaryIO) -> str:
-    """Returns what an image has that is lost if it becomes RGB of 8 bits: 16 bits, or other pages; "" if nothing."""
-    with open_image(source) as img:
-        lost = []
-        bits = max(getattr(img, "tag_v2", {}).get(TiffImagePlugin.BITSPERSAMPLE, (8,)))
-        if has_16_bits(img) or bits > 8:
-            lost.append("16 bits")
-        if isinstance(img, TiffImagePlugin.TiffImageFile) and img.n_frames > 1:
-            lost.append(count_of(img.n_frames, "page"))
-        return " and ".join(lost)

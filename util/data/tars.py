@@ -33,7 +33,6 @@ INDEX = "prmim-index.safetensors"  # beside the shards of pack_dataset.py
 INDEX_VERSION = 6  # an index that was made by other rules is made again
 COLUMNS = ("tar", "label", "offset", "size", "name")
 MANIFEST = "__prmim__"  # first member of a packed shard, a JSON object; WebDataset skips names of this form
-MANIFEST_KEYS = {"command", "quality", "shard_mb", "classes", "num_shards", "shard", "names", "files"}
 MAX_CLASSES = 1_000_000
 MAX_OPEN = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)  # tars that a process keeps open
 
@@ -206,19 +205,12 @@ def describe_tars(tars: Sequence[Path]) -> str:
 
 def read_manifest(path: Path) -> Manifest | None:
     """Returns what pack_dataset.py has written at the start of a shard; None for any other or a damaged file."""
-    try:
-        with tarfile.open(path, mode="r:") as tar:
-            member = tar.next()
-            if member is None or member.name != MANIFEST:
-                return None
+    with suppress(tarfile.TarError, OSError, ValueError), tarfile.open(path, mode="r:") as tar:
+        member = tar.next()
+        if member is not None and member.name == MANIFEST:
             file = tar.extractfile(member)
-            if file is None:
-                return None
-            manifest = json.loads(file.read())
-    except (tarfile.TarError, OSError, ValueError):
-        return None
-    if isinstance(manifest, dict) and manifest.keys() >= MANIFEST_KEYS:
-        return manifest
+            assert file is not None
+            return json.load(file)
     return None
 
 
@@ -383,7 +375,7 @@ def find_index(root: Path, tars: Sequence[Path]) -> Path:
         entries.append({"name": tar.name, "size": stat.st_size})
         stamp.append([tar.name, stat.st_size, stat.st_mtime_ns])
     name = f"index-{short_hash([tar.name for tar in tars])}.safetensors"
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "prmim"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "prmim"
     places = [root / ".prmim" / name, cache / short_hash(root.resolve()) / name]
     for place in places:
         with suppress(ValueError):  # missing or damaged

@@ -69,6 +69,14 @@ def photo_columns(folder):
     return {"image": files, "label": images.labels.tolist()}
 
 
+def test_lost_bits_are_told(tmp_path):
+    file = io.BytesIO()
+    Picture.fromarray(np.full((9, 7), 1000, np.uint16)).save(file, "PNG")
+    columns = {"image": [{"bytes": file.getvalue(), "path": None}] * 4, "label": [0, 1, 0, 1]}
+    (warning,) = open_images("hf", save(columns, tmp_path / "data")).notes
+    assert "has 16 bits, but with 3 channels images become RGB of 8 bits: give --in_chans 1" in warning
+
+
 def png(seed):
     file = io.BytesIO()
     Picture.fromarray(np.random.default_rng(seed).integers(0, 256, (9, 7, 3), dtype=np.uint8)).save(file, "PNG")

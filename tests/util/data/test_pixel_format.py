@@ -117,6 +117,16 @@ def test_pictures_keep_their_channels_unless_three_are_wanted(tmp_path, kind):
     assert np.array_equal(rgb.load(0)[0], np.asarray(picture.convert("RGB")))
 
 
+def test_three_bands_of_8_bits_without_colours_are_read_as_they_are(tmp_path):
+    """Pillow opens no TIFF of three grey bands."""
+    for i in range(2):
+        write_tiff(tmp_path / f"{i}.tif", pixels(3, "uint8", seed=i))
+    images = open_images("folder", tmp_path)
+    assert images.pixel_format == RGB8
+    for i in range(2):
+        assert np.array_equal(images.load(i)[0], pixels(3, "uint8", seed=i))
+
+
 def test_grey_of_16_bits_keeps_them_unless_three_channels_are_wanted(tmp_path):
     Image.fromarray(GREY16).save(tmp_path / "0.png")
     images = open_images("folder", tmp_path, in_chans=1)
