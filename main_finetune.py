@@ -81,7 +81,13 @@ def get_args_parser() -> Parser:
     add_optimisation_flags(parser.add_argument_group("optimisation"))
     tuning = parser.add_argument_group("optimisation of fine-tuning").add_argument
     tuning("--optimizer", choices=("adamw", "lars"), help="default: adamw; lars for linear probing")
-    tuning("--layer_decay", type=float, help="factor on the learning rate from each layer to the one before it")
+    tuning(
+        "--layer_decay",
+        type=float,
+        above=0,
+        at_most=1,
+        help="factor on the learning rate from each layer to the one before it",
+    )
     tuning(
         "--cls_token_layer_decay",
         action=boolean,
@@ -151,7 +157,7 @@ def add_model_flags(group: FlagGroup) -> None:
         "--drop_path",
         type=float,
         at_least=0,
-        at_most=1,
+        below=1,
         help="drop path rate of the last block; it grows linearly from 0",
     )
     model(
@@ -225,8 +231,6 @@ def check_flags(args: argparse.Namespace, plan: Plan) -> None:
     batch_size = plan.batch_size
     if args.all_valid:
         raise ValueError("--all_valid is for --eval: fine-tuning takes all pixels as valid unless a flag marks some")
-    if not 0 < args.layer_decay <= 1:
-        raise ValueError(f"--layer_decay must lie in (0, 1], got {args.layer_decay}")
     if args.clip_crop and (args.aa or args.color_jitter):
         raise ValueError(f"--clip_crop goes without --aa and --color_jitter, got {args.aa!r} and {args.color_jitter}")
     if (args.mixup or args.cutmix) and batch_size % 2:
@@ -236,8 +240,6 @@ def check_flags(args: argparse.Namespace, plan: Plan) -> None:
             f"--trainable_blocks 0, linear probing, reads a class token, which --model {args.model} does not offer: "
             "downstream/probe/main_probe.py probes its patch tokens"
         )
-    if args.drop_path == 1:
-        raise ValueError("--drop_path must be below 1, got 1.0")
     if args.trainable_blocks == 0 and batch_size == 1:
         raise ValueError("a linear probe's BatchNorm needs more than one image a micro-batch, got --batch_size 1")
 
@@ -416,7 +418,7 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
     settings = classifier.settings
     if args.all_valid:
         settings = without_marks(settings)
-    names = given.intersection(("model", "input_size", "patch_size", "in_chans"))
+    names = given.intersection(("model", "input_size", "patch_size", "in_chans", "nb_classes", "global_pool"))
     check_same(args, settings, names, f"the classifier at {args.resume!r}")
     view = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], args.loader == "reference")
     for name in given.intersection(INVALID_SETTINGS):

@@ -106,6 +106,7 @@ def add_method_flags(group: FlagGroup) -> None:
         "--drop_path",
         type=float,
         at_least=0,
+        below=1,
         help="drop path rate of the encoder's last block; it grows linearly from 0 (default: the model's)",
     )
     method(
@@ -357,8 +358,6 @@ class Pictures:
 
 def check_flags(args: argparse.Namespace, plan: Plan) -> None:
     """ValueError if flags cannot work together. The model is tried out on the meta device, before images are read."""
-    if args.drop_path is not None and args.drop_path >= 1:
-        raise ValueError(f"--drop_path must be below 1, got {args.drop_path}")
     check_own_flags(vars(args))
     with torch.device("meta"):
         build_model(vars(args), read_files=False)

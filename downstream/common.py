@@ -96,7 +96,7 @@ def add_model_flags(group: FlagGroup) -> None:
         "--drop_path",
         type=float,
         at_least=0,
-        at_most=1,
+        below=1,
         help="drop path rate of the last block; it grows linearly from 0",
     )
 
@@ -116,15 +116,19 @@ def add_iteration_flags(group: FlagGroup) -> None:
         at_least=0,
         help="learning rate of the head at the total batch size; it is not scaled",
     )
-    optimisation("--layer_decay", type=float, help="factor on the learning rate from each layer to the one before")
+    optimisation(
+        "--layer_decay",
+        type=float,
+        above=0,
+        at_most=1,
+        help="factor on the learning rate from each layer to the one before",
+    )
 
 
 def check_shared_flags(args: argparse.Namespace, task: str) -> None:
     """ValueError if a flag of all dense tasks, or a pair of them, is out of range. task: for messages."""
     if not 0 <= args.warmup_iters <= args.num_iters:
         raise ValueError(f"--warmup_iters {args.warmup_iters} must lie between 0 and --num_iters {args.num_iters}")
-    if not 0 < args.layer_decay <= 1:
-        raise ValueError(f"--layer_decay must lie in (0, 1], got {args.layer_decay}")
     for name in ("shard", "compile"):
         if getattr(args, name):
             raise ValueError(f"--{name} is not for {task}: leave it out")

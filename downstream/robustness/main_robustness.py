@@ -26,8 +26,8 @@ from engine_finetune import evaluate_images
 from util import collectives
 from util.data.images import FolderImages, check_classes, refuse_single_class
 from util.data.pixel_format import RGB8, PixelFormat
-from util.data.statistics import check_statistics
-from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, ResizeCenterCrop
+from util.data.statistics import normalizer
+from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, ResizeCenterCrop
 from util.evaluate.loop import EvalContext
 from util.evaluate.results import EvaluatedModel, ResultsFile
 from util.evaluate.session import evaluation_session
@@ -94,7 +94,7 @@ def get_args_parser() -> Parser:
         per_process=True,
         type=int,
         at_least=0,
-        help="loader processes per process (default: its share of the cores, at most 16)",
+        help="loader processes per process (default: its share of the cores, at most 32)",
     )
     run(
         "--device",
@@ -327,6 +327,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         model, classifier_settings = load_wnid_classifier(weights.path, args, wnids)
         precision_name = precision(args.precision, process.device).name
         settings = settings_of(classifier_settings, precision_name)
+        normalize = normalizer(classifier_settings, RGB8)
         where = f"{precision_name} on {count_of(process.world_size, 'process')}"
         session.print(f"{weights.path}, {where}; checking the images first")
         parts = collectives.run_on_rank0(lambda: find_parts(args, wnids))
@@ -338,8 +339,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         missing = results.missing([part.name for part in parts])
         model = model.to(process.device)
-        check_statistics(settings["mean"], settings["std"], RGB8)
-        context = session.make_context(args, Normalize(settings["mean"], settings["std"]), args.batch_size)
+        context = session.make_context(args, normalize, args.batch_size)
         for part in parts:
             if part.name not in missing:
                 continue

@@ -50,6 +50,8 @@ class Moments:
         gram = self.gram
         if centred:
             gram = gram - self.count * self.mean.outer(self.mean)
+            if gram.trace() <= 1e-12 * self.gram.trace():  # equal features: what is left is rounding
+                return 1.0
         max_rank = min(int(self.count), len(gram))
         singular_values = torch.linalg.eigvalsh(gram)[-max_rank:].clamp_min(0).sqrt()
         shares = singular_values / singular_values.sum() + RANK_EPS

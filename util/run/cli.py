@@ -77,6 +77,7 @@ class FlagRule:
     at_least: float | None = None
     at_most: float | None = None
     above: float | None = None
+    below: float | None = None
 
     def objection(self, value: Any) -> str | None:
         """Returns what is wrong with a value of the flag, or None."""
@@ -92,6 +93,8 @@ class FlagRule:
             return f"must be at most {self.at_most}"
         if self.above is not None and value <= self.above:
             return f"must be above {self.above}"
+        if self.below is not None and value >= self.below:
+            return f"must be below {self.below}"
         return None
 
 
@@ -108,6 +111,7 @@ class FlagContainer(argparse._ActionsContainer):
         at_least: float | None = None,
         at_most: float | None = None,
         above: float | None = None,
+        below: float | None = None,
         **options: Any,
     ) -> argparse.Action:
         """Adds a flag, as argparse does.
@@ -115,10 +119,10 @@ class FlagContainer(argparse._ActionsContainer):
         changes: what another value changes: see `Change`. A resumed run may have other values than before, unless they
         change results.
         per_process: whether the processes of one start may have different values, such as paths of their node.
-        at_least, at_most, above: bounds of its number.
+        at_least, at_most, above, below: bounds of its number.
         """
         action = super().add_argument(*names, **options)
-        self.rules[action.dest] = FlagRule(changes, per_process, at_least, at_most, above)
+        self.rules[action.dest] = FlagRule(changes, per_process, at_least, at_most, above, below)
         return action
 
 

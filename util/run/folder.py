@@ -35,6 +35,8 @@ LEFTOVERS = (
     ".settings.tmp-*",
     ".results.tmp-*",
     ".log.tmp-*",
+    ".predictions.tmp-*",
+    ".detections.tmp-*",
     "..progress.tmp-*",
     ".shared-*",
     "attention/.*.tmp-*",

@@ -200,3 +200,5 @@ def test_rankme_of_known_spectra():
     assert Moments.of(10 * orthogonal[:32].float()).rankme() == pytest.approx(32, rel=1e-5)
     one_direction = torch.randn(100, 1, generator=torch.Generator().manual_seed(1)) @ torch.ones(1, 64)
     assert Moments.of(one_direction).rankme() == pytest.approx(1, abs=1e-3)
+    collapsed = torch.randn(1, 64, generator=torch.Generator().manual_seed(2)).expand(1000, 64)
+    assert Moments.of(collapsed).rankme(centred=True) == 1
