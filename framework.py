@@ -20,7 +20,7 @@ from prmim import (
     TokenOrderSampler,
     count_visible,
 )
-from util.invalid import counted_tokens, fill_invalid
+from util.tokens import counted_tokens, fill_invalid
 
 if TYPE_CHECKING:
     from util.run.cli import Change

@@ -23,9 +23,9 @@ from util.data.folders import MissingSplit
 from util.data.images import Images, check_splits, evenly_spaced, has_one_label
 from util.data.open import open_everywhere
 from util.data.transforms import ResizeCenterCrop
-from util.evaluate.evaluator import context_of_training
 from util.evaluate.features import Features, class_feature, extract_features, forward_blocks
 from util.evaluate.knn import KnnProtocol, knn_accuracy
+from util.evaluate.loop import context_of_training
 from util.evaluate.moments import Moments, moments_of_all
 from util.run.cli import FlagGroup
 from util.run.training import Training

@@ -33,9 +33,8 @@ from torch import Tensor, nn
 from models_vit import Block, init_weights, layer_norm, patchify
 from peer_sampling import attention_sampling, check_num_retained, random_sampling, running_cell_sampling
 from util.addressed import MASK, addressed_uniform
-from util.invalid import counted_tokens
 from util.pos_embed import height_and_width, position_table, sincos_pos_embed, table_for_grid
-from util.tokens import put_tokens, take_tokens
+from util.tokens import counted_tokens, put_tokens, take_tokens
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from util.data.datasets import AddressedDataset
 from util.data.images import Images
 from util.data.statistics import normalizer
 from util.data.transforms import Normalize, ResizeCenterCrop
-from util.invalid import counted_tokens, fill_invalid
 from util.pictures import panel_grid
+from util.tokens import counted_tokens, fill_invalid
 
 Indices = Sequence[int] | np.ndarray
 GREY = 0.5  # of tokens that are neither visible nor predicted

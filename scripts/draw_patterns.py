@@ -13,25 +13,21 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from prmim import RETAINED, SAMPLING, THROWN, VISIBLE, TokenCounts, TokenOrderSampler, addressed_noise
+from prmim import SAMPLING, TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
 from util.atomic import replaced_file
 from util.plots import pyplot
 from util.run.cli import Parser, prepare_file, run_program, user_errors
 
-COLORS = {VISIBLE: "white", RETAINED: "#4a76b8", THROWN: "#f2c14e"}
-TITLES = {VISIBLE: "visible", RETAINED: "retained", THROWN: "thrown"}
+COLORS = {"visible": "white", "retained": "#4a76b8", "thrown": "#f2c14e"}
 
 
 def draw_states(sampling: str, grid: int, mask_ratio: float, throw_ratio: float) -> np.ndarray:
-    """Draws the token order of one image. Returns the states VISIBLE, RETAINED and THROWN, int64 [grid, grid]."""
+    """Draws the token order of one image. Returns 0 at visible, 1 at retained, 2 at thrown tokens, [grid, grid]."""
     counts = TokenCounts.from_ratios(grid**2, mask_ratio, throw_ratio)
     noise = addressed_noise(seed=0, epoch=0, indices=[0], num_tokens=grid**2)
-    ids_shuffle = TokenOrderSampler(grid, counts, sampling)(noise)[0]
-    states = np.empty(grid**2, np.int64)
-    states[ids_shuffle[: counts.num_visible]] = VISIBLE
-    states[ids_shuffle[counts.num_visible : counts.num_kept]] = RETAINED
-    states[ids_shuffle[counts.num_kept :]] = THROWN
-    return states.reshape(grid, grid)
+    order = TokenOrder(TokenOrderSampler(grid, counts, sampling)(noise), counts)
+    states = order.mask.int() + order.thrown.int()
+    return states.view(grid, grid).numpy()
 
 
 def plot(plt: Any, samplings: Sequence[str], throw_ratios: Sequence[float], grid: int, mask_ratio: float) -> Any:
@@ -45,10 +41,10 @@ def plot(plt: Any, samplings: Sequence[str], throw_ratios: Sequence[float], grid
         for throw_ratio, panel in zip(throw_ratios, row, strict=True):
             states = draw_states(sampling, grid, mask_ratio, throw_ratio)
             colors = ListedColormap(list(COLORS.values()))
-            panel.pcolormesh(states, cmap=colors, vmin=VISIBLE, vmax=THROWN, edgecolor="gray", linewidth=0.4)
+            panel.pcolormesh(states, cmap=colors, vmin=0, vmax=2, edgecolor="gray", linewidth=0.4)
             panel.set(aspect="equal", xticks=[], yticks=[], title=f"{sampling}, {throw_ratio:g}")
             panel.invert_yaxis()
-    patches = [Patch(facecolor=COLORS[state], edgecolor="gray", label=TITLES[state]) for state in TITLES]
+    patches = [Patch(facecolor=color, edgecolor="gray", label=name) for name, color in COLORS.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
     return figure
 

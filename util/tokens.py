@@ -1,4 +1,8 @@
-"""Moves tokens to other places. Both directions only copy, forward and backward: no place has two sources."""
+"""Moves tokens to other places, and counts those with invalid pixels.
+
+Moves in both directions only copy, forward and backward: no place has two sources. NaN marks invalid pixels of float
+images (`util.data.invalid_pixels`).
+"""
 
 from typing import Any
 
@@ -45,3 +49,19 @@ class _Take(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         grad = put_tokens(grad, ids, ctx.shape[1])
         return grad.sum_to_size(ctx.shape), None
+
+
+# -------------------------------------------------------------------------------------------------- invalid pixels
+
+
+COUNTED_SHARE = 4  # a token counts if at least one of this many of its values is valid
+
+
+def fill_invalid(x: Tensor) -> Tensor:
+    """Returns normalised values with 0, the mean of their band, where a pixel is invalid."""
+    return torch.where(x.isnan(), 0.0, x)
+
+
+def counted_tokens(valid: Tensor) -> Tensor:
+    """Returns which tokens count in losses, bool [B, n]: a quarter of their values [B, n, P] or more are valid."""
+    return COUNTED_SHARE * valid.sum(dim=-1) >= valid.shape[-1]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.nn import functional as F
+from torchvision.ops import masks_to_boxes
 
 from downstream.common import scaled_size
 from downstream.detection.annotations import read_coco
@@ -264,11 +265,8 @@ def nearest(places: range, source: int, target: int) -> torch.Tensor:
 
 def boxes_of_masks(masks: torch.Tensor) -> torch.Tensor:
     """Returns the tight box [x1, y1, x2, y2] of each mask [n, H, W], float [n, 4]. Every mask must have a pixel."""
-    boxes = torch.zeros(len(masks), 4)
-    for box, mask in zip(boxes, masks, strict=True):
-        rows = mask.any(dim=1).nonzero()[:, 0]
-        columns = mask.any(dim=0).nonzero()[:, 0]
-        box[:] = torch.stack([columns[0], rows[0], columns[-1] + 1, rows[-1] + 1])
+    boxes = masks_to_boxes(masks)  # from the first to the last pixel
+    boxes[:, 2:] += 1
     return boxes
 
 

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from util.addressed import AUGMENT, LIBRARY, addressed_numbers, addressed_seed, seeded_libraries
 from util.data.pixel_format import RGB8, PixelFormat
-from util.invalid import fill_invalid
 from util.lazy import LazyModule
 from util.pos_embed import height_and_width
+from util.tokens import fill_invalid
 
 timm_data = LazyModule("timm.data")
 timm_ops = LazyModule("timm.data.auto_augment")

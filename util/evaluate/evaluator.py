@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from util import collectives
-from util.evaluate.loop import EvalContext
+from util.evaluate.loop import EvalContext, context_of_training
 from util.evaluate.results import RESULTS, Evaluation
 from util.pictures import save
 from util.run import checkpoint
@@ -17,17 +17,6 @@ from util.run.folder import read_json, write_json
 from util.run.training import Training
 
 BEST = "checkpoint-best.pth"
-
-
-def context_of_training(training: Training) -> EvalContext:
-    """Returns the context of the evaluations between the steps of a training."""
-    return EvalContext(
-        normalize=training.loop.normalize,
-        autocast=training.loop.autocast,
-        batch_size=training.plan.batch_size,
-        num_workers=training.plan.num_workers,
-        heartbeat=training.heartbeat,
-    )
 
 
 @dataclass

@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from util.data.loader import Loader
 from util.data.transforms import Normalize, Size
 from util.run import shard
 from util.run.shard import Autocast
+
+if TYPE_CHECKING:
+    from util.run.training import Training
 
 
 def no_heartbeat() -> None:
@@ -46,6 +49,17 @@ class EvalContext:
     def one_by_one(self) -> "EvalContext":
         """Returns the same context with one image in a batch."""
         return replace(self, batch_size=1)
+
+
+def context_of_training(training: "Training") -> EvalContext:
+    """Returns the context of the evaluations between the steps of a training."""
+    return EvalContext(
+        normalize=training.loop.normalize,
+        autocast=training.loop.autocast,
+        batch_size=training.plan.batch_size,
+        num_workers=training.plan.num_workers,
+        heartbeat=training.heartbeat,
+    )
 
 
 def share_of_rank(indices: Sequence[int] | np.ndarray) -> np.ndarray:

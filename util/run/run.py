@@ -76,7 +76,7 @@ class Run:
     set_up: SetUp
     watchdog: Watchdog
     resumed: CheckpointInfo | None
-    encoder_flag: str | None
+    encoder_flag: str
     encoder: EncoderSource | None
     notes: list[str]
 
@@ -89,8 +89,8 @@ class Run:
         args: argparse.Namespace,
         argv: Sequence[str] | None = None,
         *,
-        check: Callable[[argparse.Namespace, Plan], None] | None = None,
-        encoder_flag: str | None = None,
+        check: Callable[[argparse.Namespace, Plan], None],
+        encoder_flag: str,
         default_batch_size: int = 64,
         images_per_gb: int = 0,
     ) -> Iterator["Run"]:
@@ -108,14 +108,11 @@ class Run:
                 with Watchdog(args.dist_timeout, patience, process.rank, Path(args.output_dir)) as watchdog:
                     watchdog.begin_phase("output folder")
                     plan = make_plan(args, process, default_batch_size, images_per_gb)
-                    if check is not None:
-                        check(args, plan)
+                    check(args, plan)
                     start, notes = enter_folder(program, args, argv, process, set_up.created)
                     resumed = read_resumed(start, plan.total_batch_size)
-                    encoder: EncoderSource | None = None
-                    if encoder_flag is not None:
-                        encoder, encoder_notes = find_first_weights(args, start, resumed, encoder_flag)
-                        notes = [*notes, *encoder_notes]
+                    encoder, encoder_notes = find_first_weights(args, start, resumed, encoder_flag)
+                    notes = [*notes, *encoder_notes]
                     if args.check_nodes:
                         watchdog.begin_phase("check of nodes")
                         notes = [*notes, *check_nodes(process, plan.precision)]
@@ -238,7 +235,7 @@ class Run:
         # What follows from model and data.
         settings |= facts.settings
         # A resumed run keeps the path of its first weights, whatever the flag gives now.
-        if self.resumed is not None and self.encoder_flag is not None:
+        if self.resumed is not None:
             settings[self.encoder_flag] = self.resumed.settings.get(self.encoder_flag)
         # A data set of the Hub, with the commit that was found.
         settings |= data_settings(images)
