@@ -53,7 +53,8 @@ from util.run.run import Run, RunFacts
 from util.run.training import Training
 from util.text import count_of
 
-timm_data, timm_optim = LazyModule("timm.data"), LazyModule("timm.optim")
+timm_data = LazyModule("timm.data")
+timm_optim = LazyModule("timm.optim")
 random_erasing = LazyModule("timm.data.random_erasing")
 
 PROGRAM = "main_finetune.py"

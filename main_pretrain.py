@@ -409,10 +409,10 @@ def main(argv: Sequence[str] | None = None) -> bool:
         if not args.grow_size:  # an image then costs the same in all steps
             report_utilization(training.loop, partial(forward_gmac, vars(args), build_model))
 
-        shapes = FirstShapes(training, model)
         between: list[BetweenSteps] = [Pictures(training, model, images)]
         between.append(monitor.Monitor(training, model, images, val_images))
         source: BatchSource = loader
+        growing: growth.GrowingSize | None = None
         if args.sampling == "attention":
             phases = attention_phases.AttentionPhases(training, model, loader)
             between.append(phases)
@@ -420,9 +420,9 @@ def main(argv: Sequence[str] | None = None) -> bool:
         elif args.grow_size:
             growing = growth.GrowingSize(training, model, loader, partial(make_augmentation, args))
             growing.check_space()
-            shapes = FirstShapes(training, model, growing)
             between.append(growing)
             source = growing.batches
+        shapes = FirstShapes(training, model, growing)
         return training.train(train_one_epoch, source, [shapes, *between], lambda: summary_of_run(args, training))
 
 

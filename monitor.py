@@ -240,9 +240,13 @@ def describe_accuracies(scalars: Mapping[str, float]) -> str:
 def summary_lines(history: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns lines for the end of a run: the first and the last evaluation in its log."""
     evaluations = [report for report in history if report.get("rankme") is not None]
+    if len(evaluations) > 2:
+        evaluations = [evaluations[0], evaluations[-1]]
     lines = []
-    for report in evaluations[:1] + evaluations[1:][-1:]:
-        when = f"after epoch {report['epoch']}" if report["step"] else "before training"
+    for report in evaluations:
+        when = "before training"
+        if report["step"]:
+            when = f"after epoch {report['epoch']}"
         when += described_side(report)
         if "knn_top1" in report:
             lines.append(f"  kNN          top-1 {report['knn_top1']:.2f} %, RankMe {report['rankme']:.1f} {when}")

@@ -34,29 +34,48 @@ from util.code_version import code_version, source_files, source_hash, write_ver
 from util.run.cli import FINAL, PROGRESS, TEMPORARY, Parser, flags_given, run_program
 
 # {name on the command line: module}. Modules of downstream/ are imported only if they are to be run.
-MAINS = {"main_pretrain": "main_pretrain", "main_finetune": "main_finetune"}
-MAINS["main_probe"] = "downstream.probe.main_probe"
-MAINS["main_robustness"] = "downstream.robustness.main_robustness"
-MAINS["main_segmentation"] = "downstream.segmentation.main_segmentation"
-MAINS["main_detection"] = "downstream.detection.main_detection"
+MAINS = {
+    "main_pretrain": "main_pretrain",
+    "main_finetune": "main_finetune",
+    "main_probe": "downstream.probe.main_probe",
+    "main_robustness": "downstream.robustness.main_robustness",
+    "main_segmentation": "downstream.segmentation.main_segmentation",
+    "main_detection": "downstream.detection.main_detection",
+}
 ROOT = Path(__file__).resolve().parent
 NO_RESUME = ("main_probe",)  # mains that begin anew after a stop
 # {option of sbatch that --slurm must not set: flag of the launcher that sets it}
-FLAG_OF_OPTION = {name: f"--{name}" for name in ("nodes", "partition", "account", "qos", "constraint", "comment")}
-FLAG_OF_OPTION |= {"dependency": "--dependency", "ntasks": "--nodes and --tasks_per_node", "job-name": "--name"}
-FLAG_OF_OPTION |= {"ntasks-per-node": "--tasks_per_node", "cpus-per-task": "--cpus_per_task", "mem": "--mem_gb"}
-FLAG_OF_OPTION |= {"time": "--timeout_min", "signal": "--signal_delay_s", "output": "--output_dir of the main"}
+FLAG_OF_OPTION = {
+    "nodes": "--nodes",
+    "ntasks": "--nodes and --tasks_per_node",
+    "ntasks-per-node": "--tasks_per_node",
+    "cpus-per-task": "--cpus_per_task",
+    "mem": "--mem_gb",
+    "time": "--timeout_min",
+    "signal": "--signal_delay_s",
+    "partition": "--partition",
+    "account": "--account",
+    "qos": "--qos",
+    "constraint": "--constraint",
+    "dependency": "--dependency",
+    "job-name": "--name",
+    "comment": "--comment",
+    "output": "--output_dir of the main",
+}
 # those that no flag sets
 FIXED_OPTIONS = ("array", "chdir", "error", "kill-on-invalid-dep", "no-requeue", "open-mode", "requeue", "wrap")
 GENERIC = ("gres", "tres-per-job", "tres-per-node", "tres-per-task")  # options that may request GPUs
-SLURM_TIMEOUT_MIN, YEAR_MIN = 24 * 60, 365 * 24 * 60
+SLURM_TIMEOUT_MIN = 24 * 60
+YEAR_MIN = 365 * 24 * 60
 
 
 class Task:
     """Runs `main` with `argv` in each process of the job. submitit pickles it at submission and at each requeue."""
 
     def __init__(self, main: str, argv: list[str], folder: str) -> None:
-        self.main, self.argv, self.folder = main, argv, folder
+        self.main = main
+        self.argv = argv
+        self.folder = folder
 
     def __call__(self) -> bool:
         requeue: Any = signal.getsignal(signal.SIGUSR2)  # submitit's handler, which the run replaces
@@ -129,7 +148,9 @@ def wait_for_state(job_id: str) -> str | None:
 def slurm_state(job_id: str) -> str | None:
     """Returns the job's state, such as PENDING, RUNNING or COMPLETING; "" if it has ended; None if SLURM fails."""
     query = subprocess.run(["squeue", "--noheader", "--jobs", job_id, "--format", "%T"], capture_output=True, text=True)
-    return None if query.returncode and "Invalid job id" not in query.stderr else query.stdout.strip()
+    if query.returncode and "Invalid job id" not in query.stderr:
+        return None
+    return query.stdout.strip()
 
 
 def get_args_parser() -> Parser:
@@ -315,7 +336,11 @@ def main(argv: Sequence[str] | None = None) -> Any:
         print("\n".join(f"  {name}: {value}" for name, value in parameters.items()))
         return None
     # Requeues at the time limit. submitit's default of 3 would end a long run.
-    options = {"slurm_max_num_timeout": 0 if args.main in NO_RESUME else 10_000} if args.cluster == "slurm" else {}
+    options = {}
+    if args.cluster == "slurm":
+        options["slurm_max_num_timeout"] = 10_000
+        if args.main in NO_RESUME:
+            options["slurm_max_num_timeout"] = 0
     here = os.getcwd()
     try:
         executor = submitit.AutoExecutor(folder / "jobs", cluster=args.cluster, **options)

@@ -280,7 +280,8 @@ def refuse_other_patch(parser: argparse.ArgumentParser, args: argparse.Namespace
 def scale_warmup(parser: argparse.ArgumentParser, args: argparse.Namespace, argv: Sequence[str] | None) -> None:
     """Scales a default warm-up, or a recipe's, with the length of a schedule that has become shorter than it."""
     for length, warmup in (("epochs", "warmup_epochs"), ("num_iters", "warmup_iters")):
-        steps, most = getattr(args, warmup, None), getattr(args, length, None)
+        steps = getattr(args, warmup, None)
+        most = getattr(args, length, None)
         if steps and most is not None and 0 <= most < steps and warmup not in flags_given(parser, argv):
             scaled = steps * most / parser.get_default(length)
             setattr(args, warmup, scaled if length == "epochs" else int(scaled))

@@ -32,14 +32,17 @@ def exit_code(error: Exception) -> int:
         return 3
     if isinstance(error, CheckpointError):
         return 4
-    return TEMPORARY if isinstance(error, OSError) and not isinstance(error, PermissionError) else 2
+    if isinstance(error, OSError) and not isinstance(error, PermissionError):
+        return TEMPORARY
+    return 2
 
 
 def refuse(parser: argparse.ArgumentParser, error: Exception, advice: str = "") -> NoReturn:
     """Ends the program with one paragraph and the error's `exit_code`. advice: the end of the paragraph."""
     message = str(error).strip()
     if "Traceback" in message:  # an error of a DataLoader worker
-        message = " ".join(re.split(r"^[\w.]+Error: ", message, flags=re.MULTILINE)[-1].split())
+        parts = re.split(r"^[\w.]+Error: ", message, flags=re.MULTILINE)
+        message = " ".join(parts[-1].split())
     if isinstance(error, PermissionError):
         owner = f" ({describe_owner(str(error.filename))})" if error.filename else ""
         message += f"{owner}; ask for access, or give another path"

@@ -75,7 +75,9 @@ def writable_folder(path: str | Path, created: list[Path] | None = None) -> Path
     """
     try:
         if created is not None:
-            created += (folder for folder in (*reversed(Path(path).parents), Path(path)) if not folder.exists())
+            for folder in (*reversed(Path(path).parents), Path(path)):
+                if not folder.exists():
+                    created.append(folder)
         Path(path).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             return Path(path)
@@ -189,7 +191,9 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, l
             f"no checkpoint in {str(output_dir)!r} is intact ({'; '.join(skipped)}); remove them to start over"
         )
     if named in (None, Path(output_dir).resolve()):
-        return None, remarks + (["warning: the run starts from step 0"] if skipped else [])
+        if skipped:
+            remarks.append("warning: the run starts from step 0")
+        return None, remarks
     path = checkpoint.find_checkpoint_file(resume)
     checkpoint.refuse_damage(path)
     return path, remarks
@@ -221,8 +225,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_reports(log: Path) -> list[dict[str, Any]]:
     """Returns the reports in a log.jsonl, without lines that a kill has cut off; [] if there is no such file."""
+    if not log.is_file():
+        return []
     reports = []
-    for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []:
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError):
             reports.append(json.loads(line))
     return [report for report in reports if isinstance(report, dict) and isinstance(report.get("step"), int)]
