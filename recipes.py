@@ -90,11 +90,11 @@ RECIPES: dict[str, Recipe] = {
 
 # Decoders of 16 and 32 blocks instead of 8, all else as in the rows of ViT-B and ViT-L above. Not in the paper, and
 # nothing is published at 224 px on ImageNet-1K: a judgement of this project.
-RECIPES |= {
-    f"deep{depth}_{name}": RECIPES[name] | dict(decoder_depth=depth)
-    for depth in (16, 32)
-    for name in (f"{arm}_vit_{size}_100ep" for size in ("base", "large") for arm in ("mae", "plain50", "prmim50"))
-}
+for _depth in (16, 32):
+    for _size in ("base", "large"):
+        for _arm in ("mae", "plain50", "prmim50"):
+            _name = f"{_arm}_vit_{_size}_100ep"
+            RECIPES[f"deep{_depth}_{_name}"] = RECIPES[_name] | dict(decoder_depth=_depth)
 
 # The setting of Pixio ("In Pursuit of Pixel Supervision for Visual Pre-training", CVPR 2026): a decoder of 32 blocks,
 # masks in squares of 4 x 4 tokens, 8 class tokens, learned positions, no flip. The release pre-trains a huge model, for
@@ -379,7 +379,8 @@ _MFF_FINETUNE = _FINETUNE_BASE | dict(lr_schedule="mff", warmup_lr=2e-7)
 _SIMMIM_FINETUNE = _FINETUNE | dict(total_batch_size=2048, blr=6.25e-4, warmup_epochs=20, warmup_lr=1e-6, min_lr=1e-6)
 _SIMMIM_FINETUNE |= dict(lr_schedule="simmim", clip_grad=5.0)
 _TEC_FINETUNE = _FINETUNE_BASE | dict(cls_token_layer_decay=False, cls_token_mlp=True, train_pos_embed=False)
-_INATURALIST_18, _INATURALIST_19 = (dict(dataset=name, epochs=360) for name in ("inat18", "inat19"))
+_INATURALIST_18 = dict(dataset="inat18", epochs=360)
+_INATURALIST_19 = dict(dataset="inat19", epochs=360)
 FINETUNE_RECIPES: dict[str, Recipe] = {
     # All rows of the tables of ablations, schedules, kernels and designs. There is one recipe per model size: only the
     # pre-trained encoder differs between the rows. ViT-B and ViT-L: the paper. ViT-H: MAE's release.

@@ -212,15 +212,14 @@ def open_everywhere(open_split: Callable[[], Images], split: str, max_bad_fracti
 
     Of a validation split, all files are checked, and none may be bad. max_bad_fraction: of the training images.
     """
-
-    is_train = split == "train"
-    if not is_train:
+    is_val = split != "train"
+    if is_val:
         max_bad_fraction = 0.0
 
     def open_and_check() -> Any:
         images: Any = open_split()
         rank, world_size = collectives.rank_and_world_size()
-        images.check(max_bad_fraction, not is_train, rank, world_size)
+        images.check(max_bad_fraction, is_val, rank, world_size)
         return images
 
     images = collectives.run_everywhere(open_and_check)

@@ -35,7 +35,7 @@ from encoders.names import (
     swap_merging,
 )
 from encoders.resize import check_cls_tokens, fit_patch_embed, fit_tables, patch_size
-from util.pos_embed import BIAS_TABLE, grid_from_settings
+from util.pos_embed import BIAS_TABLE, grid_from_settings, height_and_width
 from util.run import checkpoint
 from util.run.checkpoint import CheckpointError, CheckpointInfo
 from util.text import shorten
@@ -265,7 +265,11 @@ def fit(model: nn.Module, weights: Weights, part: Part = "encoder", classes: Seq
     remarks += fit_patch_embed(fitting, model_state, label, type(model).__name__)
     resized = fit_tables(fitting, weights.settings, model_state, model, label)
     if part == "blocks":
-        has_other_grid = "pos_embed" in resized  # tables of decoders may have as many tokens, in other places
+        # Tables of decoders may have as many tokens, in other places.
+        size = weights.settings.get("input_size")
+        has_other_grid = "pos_embed" in resized
+        if size and height_and_width(size) != tuple(model.img_size):
+            has_other_grid = True
         for key, value in list(fitting.items()):
             is_misplaced = has_other_grid and key.endswith(".pos_embed")
             if is_misplaced or (value.shape != model_state[key].shape and not _is_of_blocks(key)):

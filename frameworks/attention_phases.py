@@ -36,24 +36,23 @@ DEFAULTS = {"attention_start": 40, "attention_every": 40, "attention_crop": "vie
 def add_flags(group: FlagGroup) -> None:
     """Adds the flags of sampling by attention."""
     flag = group.add_argument
-    start, every, crop = DEFAULTS.values()
     flag(
         "--attention_start",
         type=int,
-        default=start,
+        default=DEFAULTS["attention_start"],
         at_least=0,
         help="no maps are made before the end of this epoch (epochs count from 0)",
     )
     flag(
         "--attention_every",
         type=int,
-        default=every,
+        default=DEFAULTS["attention_every"],
         at_least=1,
         help="maps are made after every epoch whose number is a multiple of this",
     )
     flag(
         "--attention_crop",
-        default=crop,
+        default=DEFAULTS["attention_crop"],
         choices=CROPS,
         help="part of a map that gives the weights: what the view shows, or what AMT's public code reads",
     )
@@ -76,7 +75,9 @@ def check_sampling(args: argparse.Namespace, model: Framework) -> list[str]:
         if model.sampler(args.sampling).reads_weights:
             raise ValueError(f"{args.model} draws its tokens by attention: set --sampling attention")
         unused = [f"--{flag}" for flag, default in DEFAULTS.items() if getattr(args, flag) != default]
-        return [f"note: without --sampling attention, {', '.join(unused)} has no effect"] if unused else []
+        if unused:
+            return [f"note: without --sampling attention, {', '.join(unused)} has no effect"]
+        return []
     if not hasattr(model, "cls_attention"):
         raise ValueError(
             f"--sampling attention needs a class token that attends to all patches, which {args.model} does not have: "
@@ -116,8 +117,11 @@ def compute_maps(
     device = loop.device
     was_training = model.training
     share = -(-len(dataset) // world_size)
-    of_rank = [(0, min(i, len(dataset) - 1)) for i in range(rank * share, (rank + 1) * share)]
-    addresses = [of_rank[first : first + batch_size] for first in range(0, share, batch_size)]
+    last = len(dataset) - 1
+    numbers = range(rank * share, (rank + 1) * share)
+    addresses = []
+    for first in range(0, share, batch_size):
+        addresses.append([(0, min(i, last)) for i in numbers[first : first + batch_size]])
     maps: np.ndarray | None = None
     if rank == 0:
         maps = np.empty((world_size, share, rows, columns), np.float16)
@@ -143,7 +147,9 @@ def compute_maps(
     if all_reduce_sum(bad) > 0:
         raise FloatingPointError("the attention of the class token is not finite: try --precision fp32")
     finished = first + batch_size >= share
-    return (None if maps is None else maps.reshape(-1, rows, columns)[: len(dataset)]), finished
+    if maps is not None:
+        maps = maps.reshape(-1, rows, columns)[: len(dataset)]
+    return maps, finished
 
 
 def gather_on_rank0(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,9 +157,12 @@ def gather_on_rank0(tensor: torch.Tensor) -> torch.Tensor:
     if not dist.is_initialized():
         return tensor
     rank, world_size = rank_and_world_size()
-    everyone = [torch.empty_like(tensor) for _ in range(world_size)] if rank == 0 else None
+    if rank > 0:
+        dist.gather(tensor.contiguous())
+        return tensor
+    everyone = [torch.empty_like(tensor) for _ in range(world_size)]
     dist.gather(tensor.contiguous(), everyone)
-    return tensor if everyone is None else torch.cat(everyone)
+    return torch.cat(everyone)
 
 
 @dataclass

@@ -36,7 +36,6 @@ ALLOWED: dict[str, set[str]] = {
 
 # A folder in util -> what else of util it may import. The files beside the folders are leaves.
 ALLOWED_IN_UTIL = {"": set(), "data": {""}, "run": {"", "data"}, "evaluate": {"", "data", "run"}}
-EXCEPTIONS = {"costs.py": {"data"}}  # it measures the data's side of a step, too
 
 
 def imports(path):
@@ -87,7 +86,7 @@ def test_data_knows_no_run_and_a_run_no_evaluation(folder):
                     name = ""  # a file of util itself
                 others.add(name)
         others.discard(folder)
-        assert others <= ALLOWED_IN_UTIL[folder] | EXCEPTIONS.get(path.name, set()), path
+        assert others <= ALLOWED_IN_UTIL[folder], path
 
 
 def test_no_framework_imports_another_but_those_built_on_mae():

@@ -15,7 +15,7 @@ flop_counter = LazyModule("torch.utils.flop_counter")  # which imports Triton
 def forward_gmac(settings: Mapping[str, Any], build_model: Callable[..., torch.nn.Module]) -> tuple[float, float]:
     """Counts the multiply-adds, in 10^9, of the forward pass of one image: (trained model, frozen teacher).
 
-    The models are built on the meta device. `build_model` is main_pretrain's. Without a teacher the second is 0.
+    The models are built on the meta device, by `frameworks.registry.build_model`. Without a teacher the second is 0.
     """
     with torch.device("meta"):
         model = build_model(settings, read_files=False)

@@ -45,8 +45,11 @@ def sincos_pos_embed(
         torch.arange(columns, dtype=torch.float64, device=device),
         indexing="ij",
     )
-    angles = [axis.reshape(-1, 1) * omega for axis in (column, row)]  # 2 x [N, dim/4]
-    table = torch.cat([f(angle) for angle in angles for f in (torch.sin, torch.cos)], dim=1)  # [N, dim]
+    parts = []
+    for axis in (column, row):
+        angle = axis.reshape(-1, 1) * omega  # [N, dim/4]
+        parts += [angle.sin(), angle.cos()]
+    table = torch.cat(parts, dim=1)  # [N, dim]
     return torch.cat([table.new_zeros(num_prefix, dim), table])
 
 

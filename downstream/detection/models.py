@@ -72,11 +72,15 @@ class AlignedRoIPool(nn.Module):
 
     def __init__(self, size: int, patch_size: int) -> None:
         super().__init__()
-        self.size, self.patch_size = size, patch_size
+        self.size = size
+        self.patch_size = patch_size
 
     def forward(self, maps: list[torch.Tensor], boxes: list[torch.Tensor]) -> torch.Tensor:
         """Returns float32 [R, C, size, size]. maps: four levels [B, C, h, w]. boxes: of each image, in pixels."""
-        rois = torch.cat([torch.cat([torch.full_like(box[:, :1], i), box], dim=1) for i, box in enumerate(boxes)])
+        numbered = []
+        for i, box in enumerate(boxes):
+            numbered.append(torch.cat([torch.full_like(box[:, :1], i), box], dim=1))
+        rois = torch.cat(numbered)
         _, x1, y1, x2, y2 = rois.unbind(1)
         sides = ((x2 - x1) * (y2 - y1)).clamp(min=0).sqrt()
         levels = (2 + torch.log2(sides / (14 * self.patch_size) + 1e-8)).floor().clamp(0, len(maps) - 1)

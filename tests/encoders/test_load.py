@@ -13,6 +13,7 @@ from encoders.classifiers import load_classifier
 from encoders.load import LoadReport, fit, load_encoder, load_model, read
 from encoders.models_relative_vit import relative_vit_micro_patch4
 from encoders.models_swin import swin_micro_patch4_window4
+from frameworks.models_greenmim_pr import greenmim_swin_micro_patch4_window4
 from frameworks.models_simmim_pr import simmim_vit_micro_patch4
 from models_mae_pr import mae_vit_micro_patch4
 from models_vit import VisionTransformer, ViTEncoder
@@ -188,6 +189,19 @@ def test_a_decoder_keeps_its_positions_on_another_grid_of_as_many_tokens(tmp_pat
     report = load_encoder(model, tmp_path / "mae.pth", "blocks")
     assert report.resized == ["pos_embed"]
     assert torch.equal(model.decoder.pos_embed, expected)
+
+
+def test_so_does_that_of_greenmim_whose_encoder_has_no_table_of_positions(tmp_path):
+    source = greenmim_swin_micro_patch4_window4(img_size=64)
+    weights = source.state_dict()
+    path = save_checkpoint(tmp_path, 1, {"model": weights}, {"settings": {"input_size": [64, 64]}})
+    model = greenmim_swin_micro_patch4_window4(img_size=(32, 128))
+    expected = model.decoder.pos_embed.clone()
+    assert expected.shape == weights["decoder.pos_embed"].shape
+    assert not torch.equal(expected, weights["decoder.pos_embed"])
+    load_encoder(model, path, "blocks")
+    assert torch.equal(model.decoder.pos_embed, expected)
+    assert torch.equal(model.patch_embed.proj.weight, source.patch_embed.proj.weight)
 
 
 def test_positions_that_a_model_has_no_place_for_are_refused(tmp_path):

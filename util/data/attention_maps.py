@@ -42,7 +42,9 @@ class AttentionMaps:
     def __init__(self, path: str | Path, patch_size: int, crop: str = "view") -> None:
         if crop not in CROPS:
             raise ValueError(f"unknown crop {crop!r} of attention maps, choose from {', '.join(CROPS)}")
-        self.path, self.patch_size, self.crop = Path(path), patch_size, crop
+        self.path = Path(path)
+        self.patch_size = patch_size
+        self.crop = crop
         self._maps: np.ndarray | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -92,7 +94,8 @@ class AttentionMaps:
             last = np.full((len(start), 1), num_cells - 1)
         else:
             num_read = 2 + (start + length > 1 - 1e-9)[:, None]
-            places, last = centres * num_read - 0.5, np.minimum(num_read, num_cells) - 1
+            places = centres * num_read - 0.5
+            last = np.minimum(num_read, num_cells) - 1
         places = places.clip(0, last).astype(np.float32)
         shares = np.maximum(0, 1 - np.abs(places[..., None] - np.arange(num_cells, dtype=np.float32)))
         return shares.reshape(len(start), num_cells, self.patch_size, num_cells).mean(axis=2)

@@ -57,7 +57,9 @@ def to_8_bits(img: Image.Image) -> np.ndarray:
     if isinstance(img, TiffImagePlugin.TiffImageFile):  # images of 12 bits have the same mode
         bits = img.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (bits,))[0]
     most = 2**bits - 1
-    return ((np.asarray(img).astype(np.uint32) * 255 + most // 2) // most).astype(np.uint8)
+    values = np.asarray(img).astype(np.uint32)
+    scaled = (values * 255 + most // 2) // most
+    return scaled.astype(np.uint8)
 
 
 def max_pixels() -> float:

@@ -139,7 +139,6 @@ def open_everywhere(
     pixel_settings: of a trained model, with its `in_chans` and what marks invalid pixels (default: the flags').
     ValueError on all ranks if one of them fails, or if they see different data.
     """
-
     if pixel_settings is None:
         pixel_settings = vars(args)
 

@@ -353,8 +353,10 @@ def open_tars(
     if not index.exists():
         index = find_index(root, tars)
     images = TarImages(index, root, notes, in_chans, use_pillow, invalid)
-    if {*images.tars} != {*tars}:
-        others = shorten([tar.name for tar in sorted({*images.tars} ^ {*tars})])
+    indexed = set(images.tars)
+    given = set(tars)
+    if indexed != given:
+        others = shorten([tar.name for tar in sorted(indexed ^ given)])
         advice = f"give the folder, and move away tars that are not in it ({others})"
         raise ValueError(f"{str(root)!r} is read as a whole by its {INDEX}: {advice}")
     if labelled and not images.classes:

@@ -5,7 +5,6 @@ Images are uint8, uint16 or float32, with any number of channels, and keep their
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -249,7 +248,9 @@ def to_tensor(array: np.ndarray) -> Tensor:
 def augment_ops(augment: Any) -> Iterator[Any]:
     """Yields the ops of timm's policies. RandAugment and AugMix hold a list of ops, AutoAugment a list of lists."""
     for transform in augment.transforms:
-        yield from getattr(transform, "ops", chain(*getattr(transform, "policy", [])))
+        yield from getattr(transform, "ops", [])
+        for ops in getattr(transform, "policy", []):
+            yield from ops
 
 
 def posterize(img: Image.Image, bits_to_keep: int, **options: object) -> Image.Image:

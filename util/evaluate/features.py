@@ -4,7 +4,8 @@ Each process encodes its share of the images, and keeps what it has encoded.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -77,10 +78,12 @@ def forward_blocks(
     """Returns (`network.forward_features(imgs)`, {block: its output before the final norm}). Blocks count from 1."""
     outputs: dict[int, torch.Tensor] = {}
 
-    def keep(block: int) -> Callable[..., None]:
-        return lambda module, args, output: outputs.update({block: output})
+    def keep(block: int, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        outputs[block] = output
 
-    hooks = [network.blocks[block - 1].register_forward_hook(keep(block)) for block in blocks]
+    hooks = []
+    for block in blocks:
+        hooks.append(network.blocks[block - 1].register_forward_hook(partial(keep, block)))
     try:
         return network.forward_features(imgs), outputs
     finally:

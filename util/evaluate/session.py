@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from util import attention
 from util.code_version import code_version
@@ -54,7 +54,9 @@ class Session(NamedTuple):
         self.print(line)
         if self.output_dir is None or not self.process.is_main:
             return
-        last = {"step": step, **{f"val_{name}": value for name, value in result.scores.items()}}
+        last: dict[str, Any] = {"step": step}
+        for name, value in result.scores.items():
+            last[f"val_{name}"] = value
         content = {"last": last, "details": result.details, "checkpoint": checkpoint, "code": code_version()}
         write_json(self.output_dir / RESULTS, content)
         self.print(f"all scores: {self.output_dir / RESULTS}")
