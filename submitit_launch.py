@@ -170,19 +170,24 @@ def get_args_parser() -> Parser:
     flag("--name", help="name of the job (default: name of the run's folder)")
     flag("--comment", help="comment of the job")
     flag = parser.add_argument_group("resources").add_argument
-    flag("--nodes", type=int, default=1, help="number of nodes")
-    flag("--gpus_per_node", type=int, default=8, help="number of GPUs per node; 0: CPU only")
-    flag("--tasks_per_node", type=int, help="number of processes per node (default: one per GPU)")
-    flag("--cpus_per_task", type=int, default=16, help="CPUs per process, as SLURM counts them")
+    flag("--nodes", type=int, default=1, at_least=1, help="number of nodes")
+    flag("--gpus_per_node", type=int, default=8, at_least=0, help="number of GPUs per node; 0: CPU only")
+    flag("--tasks_per_node", type=int, at_least=1, help="number of processes per node (default: one per GPU)")
+    flag("--cpus_per_task", type=int, default=16, at_least=1, help="CPUs per process, as SLURM counts them")
     flag("--mem_gb", type=float, help="memory per node in GB (default: the partition's)")
     flag = parser.add_argument_group("queue").add_argument
     flag(
         "--timeout_min",
         type=int,
+        at_least=1,
         help="time limit of one job in minutes (default: 1440 on SLURM, else none)",
     )
     flag(
-        "--signal_delay_s", type=int, default=300, help="seconds before the time limit at which the run is told to save"
+        "--signal_delay_s",
+        type=int,
+        default=300,
+        at_least=1,
+        help="seconds before the time limit at which the run is told to save",
     )
     flag("--partition", help="SLURM partition (default: the cluster's)")
     flag("--account", help="account to charge (default: the user's)")
@@ -233,10 +238,6 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, P
         args.timeout_min = SLURM_TIMEOUT_MIN if args.cluster == "slurm" else YEAR_MIN
     if args.tasks_per_node is None:
         args.tasks_per_node = max(1, args.gpus_per_node)
-    counts = (args.nodes, args.tasks_per_node, args.cpus_per_task, args.timeout_min, args.signal_delay_s)
-    if min(counts) < 1 or args.gpus_per_node < 0:
-        names = "--nodes, --tasks_per_node, --cpus_per_task, --timeout_min and --signal_delay_s"
-        parser.error(f"{names} must be at least 1, and --gpus_per_node at least 0")
     if args.cluster != "slurm" and args.nodes > 1:
         parser.error(f"--cluster {args.cluster} is one node, got --nodes {args.nodes}")
     if args.cluster != "slurm" and args.dependency:

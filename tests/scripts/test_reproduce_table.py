@@ -147,7 +147,7 @@ def test_each_main_gets_its_data(capsys, table, flags, main, expected):
         ("ablation --data_path D --rows large*", "--rows 'large*' matches none of mae_vit_base_100ep, plain25_vit"),
         ("ablation --data_path D/nowhere", "--data_path 'D/nowhere' does not exist"),
         ("ablation --data_path D --pretrain_flags=--no_such", "unrecognized arguments: --no_such"),
-        ("ablation --data_path D --launcher slurm -- --nodes 0", "--nodes, --tasks_per_node, --cpus_per_task"),
+        ("ablation --data_path D --launcher slurm -- --nodes 0", "--nodes must be at least 1, got 0"),
         ("ablation --data_path D --launcher slurm -- --dry_run", "--dry_run belongs before `--`"),
     ],
 )
