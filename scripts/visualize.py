@@ -47,8 +47,7 @@ def show_run(args: argparse.Namespace) -> None:
         dataset = "folder"
         data_path = args.images
         image_column = None
-    if dataset in ("folder", "hf"):  # others do not list what lies in their folder
-        refuse_inside_data("--out", args.out, data_path)
+    refuse_inside_data("--out", args.out, dataset, data_path)
     images = open_images(
         dataset,
         data_path,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from downstream.detection.masks import decode_mask
+from downstream.detection.masks import coco_masks
 from util.data.images import FILE_ERRORS, retry_io
 from util.data.transforms import Size
 
@@ -118,7 +118,7 @@ def check_segmentation(segmentation: Any, size: Size) -> None:
         if segmentation.get("size") != list(size):
             raise ValueError(f"its code has the (height, width) {segmentation.get('size')}, its image {list(size)}")
         if isinstance(counts, str):
-            check_code(segmentation, size)
+            check_code(segmentation)
             return
         if not isinstance(counts, list) or not all(type(count) is int and count >= 0 for count in counts):
             raise ValueError("the counts of its code are no integers from 0 on")
@@ -132,10 +132,10 @@ def check_segmentation(segmentation: Any, size: Size) -> None:
             raise ValueError("a polygon must be the numbers [x, y, x, y, ...] of 3 points or more")
 
 
-def check_code(code: Mapping[str, Any], size: Size) -> None:
-    """ValueError unless a compressed run-length code can be decoded."""
+def check_code(code: Mapping[str, Any]) -> None:
+    """ValueError if a compressed run-length code is malformed, or longer than its image. No pixel is written."""
     try:
-        decode_mask(code, *size)
+        coco_masks().area(code)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"its code cannot be decoded: {error}") from error
 

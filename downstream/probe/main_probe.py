@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from downstream.probe.engine_probe import GRID, HELD_OUT, Probing
 from downstream.probe.models import FrozenEncoder, open_encoder, open_timm_model
 from util import collectives
+from util.data.folders import refuse_inside_data
 from util.data.images import Images, check_splits
 from util.data.open import open_everywhere
 from util.data.statistics import complete_settings, normalizer
@@ -31,7 +32,6 @@ from util.run import checkpoint, flags
 from util.run.cli import Parser, run_program
 from util.run.distributed import PRECISIONS, precision
 from util.run.flags import add_all_valid_flag, add_data_flags
-from util.run.folder import refuse_output_inside_data
 from util.tables import markdown_table
 
 PROGRAM = "main_probe.py"
@@ -90,7 +90,7 @@ def check_flags(args: argparse.Namespace) -> None:
     flags.check_flags(args)
     if args.encoder is None and args.timm is None:
         raise ValueError("nothing to evaluate: give a checkpoint, a run's folder, or --timm NAME")
-    refuse_output_inside_data(args)
+    refuse_inside_data("--output_dir", args.output_dir, args.dataset, args.data_path)
 
 
 def make_encoder(args: argparse.Namespace) -> FrozenEncoder:

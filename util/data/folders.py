@@ -289,8 +289,13 @@ def advise_in(folder: Path) -> str:
     return ""
 
 
-def refuse_inside_data(flag: str, path: str | Path, data_path: str | Path) -> None:
-    """ValueError if the `path` that `flag` gives lies between images, where it would become data."""
+def refuse_inside_data(flag: str, path: str | Path, dataset: str, data_path: str | Path) -> None:
+    """ValueError if the `path` that `flag` gives lies between images, where it would become data.
+
+    dataset: the value of --dataset. Only "folder" and "hf" read what lies in their folder, whatever its name is.
+    """
+    if dataset not in ("folder", "hf"):
+        return
     root = Path(data_path).resolve()
     place = Path(path).resolve()
     if not root.is_dir() or not place.is_relative_to(root):

@@ -282,11 +282,6 @@ class Start:
     lock: FolderLock | None  # rank 0 holds the folder until its process ends
 
     @property
-    def is_resumed_here(self) -> bool:
-        """Whether the run continues one of its own folder."""
-        return self.resume_path is not None and not self.began_elsewhere
-
-    @property
     def began_elsewhere(self) -> bool:
         """Whether the run starts at a checkpoint of another folder than its own."""
         return self.resume_path is not None and self.resume_path.resolve().parent != self.output_dir.resolve()
@@ -319,7 +314,8 @@ def enter_folder(
     """
 
     def check_folder() -> Path:
-        refuse_output_inside_data(args)
+        # The next start would read other data.
+        refuse_inside_data("--output_dir", args.output_dir, args.dataset, args.data_path)
         return writable_folder(args.output_dir, created)
 
     collectives.run_on_rank0(check_folder)  # if the start fails, rank 0 removes the folders that it has created
@@ -396,9 +392,3 @@ def refuse_different_starts(parser: Parser, args: argparse.Namespace) -> None:
     compared["code"] = source_hash()
     compared["torch"] = torch.__version__
     collectives.refuse_differences(compared, "flags and code")
-
-
-def refuse_output_inside_data(args: argparse.Namespace) -> None:
-    """ValueError if the run would write between its own images: the next start would read other data."""
-    if args.dataset in ("folder", "hf"):
-        refuse_inside_data("--output_dir", args.output_dir, args.data_path)

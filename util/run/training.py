@@ -98,7 +98,7 @@ class Training:
         last_step = schedule.num_steps
         if args.max_steps is not None:
             last_step = min(last_step, args.max_steps)
-        if not run.start.is_resumed_here:
+        if run.start.resume_path is None or run.start.began_elsewhere:
             run.note(*collectives.run_on_rank0(lambda: set_aside_earlier_run(run.output_dir)))
         self.log = RunLog(run.output_dir, run.first_step, last_step, process.is_main, schedule.steps_per_epoch)
         self.wrapped = wrap_model(model, optimizer, args, plan.precision, plan.accum_iter, process)
