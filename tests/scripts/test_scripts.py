@@ -165,10 +165,13 @@ def test_loss_plot_renders(tmp_path):
 
 
 def test_curves_of_a_log(tmp_path):
-    """Reports without a loss are skipped, a non-finite loss is NaN, and evaluations form their own curve."""
+    """Reports without a loss are skipped, what is no number is NaN, and evaluations form their own curve."""
     log = tmp_path / "log.jsonl"
     evaluation = {"step": 3, "epoch": 0, "val_loss": 1.2, "val_top1": 50.0}
     write_log(log, {"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, {"step": 3, "loss": 1}, evaluation, {"step": 4})
+    write_log(tmp_path / "text" / "log.jsonl", {"step": 1, "loss": "0.5"})
+    with pytest.raises(ValueError, match="reports no finite loss"):
+        plot_losses.read_run(str(tmp_path / "text"))
     with open(log, "a") as file:
         file.write('{"step": 5, "lo')  # cut off by a kill
     _, curves = plot_losses.read_run(str(log))

@@ -15,6 +15,7 @@ from util.data.folders import (
     find_files,
     find_samples,
     list_folder,
+    refuse_inside_data,
     split_of,
     split_of_tar,
 )
@@ -287,3 +288,11 @@ def test_a_compressed_archive_is_not_read_in_place(tmp_path, suffix):
     for data_path in (tmp_path, tmp_path / f"photos{suffix}"):
         with pytest.raises(ValueError, match=f"unpack photos{suffix} and give the folder"):
             open_images("folder", data_path)
+
+
+def test_only_folders_of_images_and_of_hugging_face_make_data_of_what_lies_in_them(tmp_path):
+    picture = tmp_path / "picture.png"
+    refuse_inside_data("--out", picture, "cifar10", tmp_path)
+    for dataset in ("folder", "hf"):
+        with pytest.raises(ValueError, match="--out '.*picture.png' lies inside the image folder"):
+            refuse_inside_data("--out", picture, dataset, tmp_path)
