@@ -66,9 +66,14 @@ def path_flag(run: Run) -> str:
     return "data_path"
 
 
+def own_flags_of(run: Run, args: argparse.Namespace) -> list[str]:
+    """Returns what --pretrain_flags, --finetune_flags and the like give to the run's main."""
+    return getattr(args, run.main.replace("main_", "") + "_flags")
+
+
 def flags_of(run: Run, args: argparse.Namespace) -> list[str]:
     """Returns the flags of the run's main. ValueError if a flag of this script is missing."""
-    own_flags = getattr(args, run.main.replace("main_", "") + "_flags")
+    own_flags = own_flags_of(run, args)
     if run.main == "main_robustness":
         flags = ["--resume", str(run.folder.parent), "--output_dir", str(run.folder)]
         for name in given_sets(args):
@@ -335,6 +340,19 @@ def find_pending(chosen: dict[str, list[Row]], args: argparse.Namespace) -> list
     return pending
 
 
+def notes_on_finished(chosen: dict[str, list[Row]], args: argparse.Namespace) -> list[str]:
+    """Returns a note for each setting with which finished runs differ from what this command asks for."""
+    notes: list[str] = []
+    for name, rows in chosen.items():
+        for row in rows:
+            for column, recipe in row.finetune.items():
+                last = run_of(TABLES[name].columns[column], row.pretrain, recipe, args.output_dir)
+                for run in last.chain():
+                    if run.is_finished:
+                        notes += run.changed_settings(own_flags_of(run, args))
+    return list(dict.fromkeys(notes))
+
+
 def has_results(run: Run, measures: Sequence[str]) -> bool:
     """Whether a run has all these numbers."""
     return all(run.result(measure) is not None for measure in measures)
@@ -360,6 +378,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
         runs = find_pending(chosen, args)
         for run in runs:
             check(run, args)
+        for note in notes_on_finished(chosen, args):
+            print(f"note: {note} in a finished run, which is not started again", file=sys.stderr)
         if not runs:
             print("nothing is left to run", file=sys.stderr)
             return True

@@ -172,6 +172,13 @@ class ViTDet(nn.Module):
             self.blocks.append(DetBlock(embed_dim, num_heads, mlp_ratio, rate, self.map_size, side))
         init_weights(self)
 
+    def adapt_weights(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns an encoder's weights with one row for class tokens in the position table, however many it has."""
+        if "cls_token" not in tensors or "pos_embed" not in tensors:
+            return tensors
+        num_class_rows = tensors["cls_token"].shape[1]
+        return {**tensors, "pos_embed": tensors["pos_embed"][:, num_class_rows - 1 :]}
+
     def forward(self, imgs: torch.Tensor) -> torch.Tensor:
         """Returns the last block's map [B, D, rows, columns] of normalised images [B, C, H, W], without a norm."""
         check_image_size(imgs, self.img_size)

@@ -9,6 +9,7 @@
 
 import importlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,14 +89,14 @@ class Run:
             return None
         return float(read_json(self.folder / "results.json")["last"][f"val_{measure}"])
 
-    def changed_settings(self) -> list[str]:
-        """A line for each setting with which the run's results differ from those of its recipe alone."""
+    def changed_settings(self, flags: Sequence[str] = ()) -> list[str]:
+        """A line for each setting with which the run's results differ from those of its recipe with `flags`."""
         recipes = RECIPES_OF.get(self.main, {})
         settings = read_json(self.folder / "settings.json")
         if self.recipe not in recipes or not settings:
             return []
         parser = importlib.import_module(submitit_launch.MAINS[self.main]).get_args_parser()
-        expected = vars(parse_with_recipe(parser, recipes, ["--recipe", self.recipe]))
+        expected = vars(parse_with_recipe(parser, recipes, ["--recipe", self.recipe, *flags]))
         lines = []
         for name, value in json.loads(json.dumps(expected, default=str)).items():
             is_compared = name in recipes[self.recipe] or parser.changes.get(name) == "results"

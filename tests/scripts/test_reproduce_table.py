@@ -378,10 +378,10 @@ class Launcher:
 def launch(micro, tmp_path, monkeypatch):
     """Runs the table of two rows. Returns (what `main` returns, the runs that were started)."""
 
-    def run(**endings):
-        launcher = Launcher(tmp_path, endings.get("endings", {}))
+    def run(endings=None, flags=()):
+        launcher = Launcher(tmp_path, endings or {})
         monkeypatch.setattr(reproduce_table, "call", launcher)
-        argv = ["micro", "--data_path", str(tmp_path), "--output_dir", str(tmp_path)]
+        argv = ["micro", "--data_path", str(tmp_path), "--output_dir", str(tmp_path), *flags]
         try:
             result = reproduce_table.main(argv)
         except SystemExit as stop:
@@ -395,6 +395,16 @@ def test_finished_runs_are_not_started_again(launch, capsys):
     assert launch() == (True, [FIRST, FIRST_FINETUNE, SECOND, SECOND_FINETUNE])
     assert launch() == (True, [])
     assert "nothing is left to run" in capsys.readouterr().err
+
+
+def test_finished_runs_of_other_settings_are_named(launch, tmp_path, capsys):
+    launch()
+    settings = {"epochs": 1, "total_batch_size": 24}
+    (tmp_path / FIRST / "settings.json").write_text(json.dumps(settings))
+    assert launch(flags=["--pretrain_flags", "--total_batch_size 24"]) == (True, [])
+    errors = capsys.readouterr().err
+    assert f"note: {FIRST}: epochs 1 instead of 16 in a finished run, which is not started again\n" in errors
+    assert "total_batch_size" not in errors
 
 
 @pytest.mark.parametrize("code", [1, 0])

@@ -97,10 +97,11 @@ def test_windows_are_cut_and_joined(height, width, side):
     assert torch.equal(window_unpartition(windows, (padded_height, padded_width), (height, width)), x)
 
 
-def test_the_backbone_begins_as_the_pretrained_vit_without_class_token(tmp_path):
+@pytest.mark.parametrize("num_cls_tokens", [1, 3])
+def test_the_backbone_begins_as_the_pretrained_vit_without_class_tokens(num_cls_tokens, tmp_path):
     """With windows as large as the map and tables of zeros, all blocks are those of the plain ViT on patch tokens."""
     torch.manual_seed(0)
-    vit = VisionTransformer(global_pool="token", **MICRO)
+    vit = VisionTransformer(global_pool="token", num_cls_tokens=num_cls_tokens, **MICRO)
     nn.init.normal_(vit.pos_embed)
     torch.save({"model": vit.state_dict()}, tmp_path / "vit.pth")
     model = ViTDet(**{**SMALL, "window_size": 12})
@@ -109,7 +110,7 @@ def test_the_backbone_begins_as_the_pretrained_vit_without_class_token(tmp_path)
     assert {"cls_token", "norm.weight"} <= set(report.unexpected)
     imgs = torch.randn(2, 3, 48, 48)
     x = F.conv2d(imgs, vit.patch_embed.proj.weight, vit.patch_embed.proj.bias, stride=4).flatten(2).transpose(1, 2)
-    x = x + resize_pos_embed(vit.pos_embed, (8, 8), (12, 12))[:, 1:]
+    x = x + resize_pos_embed(vit.pos_embed, (8, 8), (12, 12))[:, num_cls_tokens:]
     for block in vit.blocks:
         x = block(x)
     torch.testing.assert_close(model(imgs).flatten(2).transpose(1, 2), x, rtol=1e-4, atol=1e-5)
