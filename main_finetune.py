@@ -255,7 +255,10 @@ def make_augmentation(
     """
     reference = args.loader == "reference"
     if not args.clip_crop and pixels == RGB8:
-        return FinetuneAugment(img_size, args.seed, args.crop_scale, args.aa, args.color_jitter, reference), []
+        augment = FinetuneAugment(
+            img_size, args.seed, args.crop_scale, args.aa, args.color_jitter, reference, hflip=args.hflip
+        )
+        return augment, []
     notes = []
     for name in ("aa", "color_jitter"):
         value = getattr(args, name)
@@ -263,8 +266,10 @@ def make_augmentation(
             raise ValueError(f"--{name} {value} is for RGB images of 8 bits, the data has {pixels}: leave it out")
         if value:
             notes.append(f"note: --{name} {value} is not applied, because the images have {pixels}")
-    clip = bool(args.clip_crop)
-    return RandomResizedCropFlip(img_size, args.seed, args.crop_scale, clip=clip, reference=reference), notes
+    crop = RandomResizedCropFlip(
+        img_size, args.seed, args.crop_scale, clip=bool(args.clip_crop), reference=reference, hflip=args.hflip
+    )
+    return crop, notes
 
 
 def make_batch_augmentation(args: argparse.Namespace, num_classes: int, device: torch.device) -> BatchAugmentation:

@@ -145,9 +145,6 @@ def add_image_flags(data: FlagGroup) -> None:
         help="resized: a random resized crop, as in MAE; padded: MFF's",
     )
     data.add_argument(
-        "--hflip", action=argparse.BooleanOptionalAction, default=True, help="mirror half of the images at random"
-    )
-    data.add_argument(
         "--interpolation", default="bicubic", choices=("bicubic", "bilinear"), help="interpolation of the crop"
     )
 

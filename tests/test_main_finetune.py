@@ -29,6 +29,7 @@ from tests.runs import (
 from tests.warm import run_by_torchrun
 from util.data.datasets import AddressedDataset
 from util.data.open import open_images
+from util.data.pixel_format import RGB8, PixelFormat
 from util.data.transforms import Normalize, ResizeCenterCrop
 from util.evaluate import evaluator
 from util.run import checkpoint
@@ -410,6 +411,21 @@ def save_classifier_of_foxes_and_owls(folder):
     model = VisionTransformer(**SIZES)
     meta = {"settings": settings, "classes": ["fox", "owl"]}
     save_checkpoint(folder, "ours", {"model": model.state_dict()}, meta).rename(folder / "ours.pth")
+
+
+@pytest.mark.parametrize(
+    ("flags", "pixels"), [([], RGB8), (["--clip_crop"], RGB8), ([], PixelFormat(2, "uint16"))], ids=str
+)
+@pytest.mark.parametrize(("switch", "num_mirrored"), [("--hflip", range(5, 16)), ("--no-hflip", range(1))])
+def test_images_are_mirrored_unless_left_and_right_differ_in_meaning(flags, pixels, switch, num_mirrored):
+    args = main_finetune.parse_args(["--aa", "none", switch, *flags])[1]
+    augment, _ = main_finetune.make_augmentation(args, (8, 8), pixels, set())
+    brighter_to_the_right = torch.arange(40).expand(pixels.channels, 40, 40).to(getattr(torch, pixels.dtype))
+    mirrored = 0
+    for i in range(20):
+        img = augment(brighter_to_the_right, 0, i).int()
+        mirrored += int(img[0, 0, 0] > img[0, 0, -1])
+    assert mirrored in num_mirrored
 
 
 def test_a_broken_validation_image_keeps_the_epoch(labelled, tmp_path, capsys):

@@ -272,7 +272,8 @@ class Probing:
         process = self.session.process
         img_size = self.encoder.img_size
         training: Any = ImageSubset(self.images, self.training)
-        crop = RandomResizedCropFlip(img_size, args.seed, args.crop_scale, reference=args.loader == "reference")
+        use_pillow = args.loader == "reference"
+        crop = RandomResizedCropFlip(img_size, args.seed, args.crop_scale, reference=use_pillow, hflip=args.hflip)
         sampler = StepBatchSampler(
             num_samples=len(training),
             batch_size=self.context.batch_size,

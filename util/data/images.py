@@ -29,6 +29,8 @@ from util.text import count_of
 
 torchvision = LazyModule("torchvision")
 
+PNG_BITS = 24  # place of the bits per channel in a PNG
+
 T = TypeVar("T")
 
 
@@ -246,25 +248,38 @@ class EncodedImages(Images):
         return message
 
     def _note_lost(self, i: int) -> None:
-        """Notes what image i has that RGB of 8 bits does not hold, if it is read as such."""
-        if not self.pixel_format.is_rgb8:
+        """Notes what image i has that images of 8 bits do not hold, if it is read as such."""
+        if self.pixel_format.dtype != "uint8":
             return
+        is_rgb = self.pixel_format.channels == 3
+        data = self.read(i)
         lost = []
         try:
-            with open_image(self.source(i)) as img:
+            with open_image(io.BytesIO(data)) as img:
                 is_deep_grey = has_16_bits(img)
-                bits = max(getattr(img, "tag_v2", {}).get(TiffImagePlugin.BITSPERSAMPLE, (8,)))
+                is_rgb_tiff = is_rgb and isinstance(img, TiffImagePlugin.TiffImageFile)  # tifffile reads the others
+                bits = 8
+                if img.format == "PNG":
+                    bits = data[PNG_BITS]
+                elif is_rgb_tiff:
+                    bits = max(img.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (8,)))
                 if is_deep_grey or bits > 8:
                     lost.append("16 bits")
-                if isinstance(img, TiffImagePlugin.TiffImageFile) and img.n_frames > 1:
+                if is_rgb_tiff and img.n_frames > 1:
                     lost.append(count_of(img.n_frames, "page"))
         except UnidentifiedImageError:  # an array, or a TIFF that tifffile reads as it is
             return
         if not lost:
             return
-        message = f"{self.path(i)!r} has {' and '.join(lost)}, but with 3 channels images become RGB of 8 bits"
+        message = f"{self.path(i)!r} has {' and '.join(lost)}, but "
+        if is_rgb:
+            message += "with 3 channels images become RGB of 8 bits"
+        else:
+            message += "Pillow reads its colours with 8 bits"
         if is_deep_grey and lost == ["16 bits"]:
             self.notes.append(f"warning: {message}: give --in_chans 1 to keep 16 bits")
+        elif "16 bits" in lost:
+            self.notes.append(f"warning: {message}: store the images as .npy to keep 16 bits")
         else:
             self.notes.append(f"note: {message}")
 

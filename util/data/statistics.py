@@ -223,11 +223,12 @@ def default_statistics(
 
 
 def fits_encoder(stored: PixelSettings, pixels: PixelFormat) -> bool:
-    """Whether a checkpoint has statistics of images with as many channels, and of the same kind, integer or float.
+    """Whether a checkpoint has statistics of images with as many channels, and of the same type.
 
-    stored: its `pixel_settings`. If their type is unknown, integers are assumed.
+    stored: its `pixel_settings`. If their type is unknown, integers are assumed. Fractions of 8 bits do not fit 16:
+    cameras seldom use the full range of 16 bits.
     """
-    if not same_kind({"pixels": stored["pixels"] or "uint8"}, pixels):
+    if stored["pixels"] not in (None, pixels.dtype) or (stored["pixels"] is None and pixels.is_float):
         return False
     return len(stored["mean"] or ()) == len(stored["std"] or ()) == pixels.channels
 

@@ -204,8 +204,9 @@ class FinetuneAugment:
         auto_augment: str | None = None,
         color_jitter: float | None = None,
         reference: bool = False,
+        hflip: bool = True,
     ) -> None:
-        self.crop = RandomResizedCropFlip(size, seed, scale, reference=reference)
+        self.crop = RandomResizedCropFlip(size, seed, scale, reference=reference, hflip=hflip)
         try:
             _, self.augment, _ = timm_data.create_transform(
                 self.crop.size,

@@ -136,6 +136,12 @@ def add_data_flags(group: FlagGroup) -> None:
         help="reference: decode and resize by Pillow, as torchvision",
     )
     flag("--crop_scale", type=float, nargs=2, help="smallest and largest area of the random crop")
+    flag(
+        "--hflip",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="mirror half of the training images at random",
+    )
     add_loading_flags(group)
 
 

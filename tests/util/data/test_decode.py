@@ -40,12 +40,13 @@ def chunk(kind, data):
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def deep_colour_png():
-    """A PNG of 16 bits a channel, which Pillow cannot write: of two rows of three pixels."""
+def deep_colour_png(channels=3):
+    """A PNG of 16 bits a channel, which Pillow cannot write: of two rows of three pixels, RGB or with alpha."""
     rows = b""
     for first in (0, 300):
-        rows += b"\0" + struct.pack(">9H", *range(first, first + 63_000, 7_000))
-    header = struct.pack(">IIBBBBB", 3, 2, 16, 2, 0, 0, 0)
+        rows += b"\0" + np.linspace(first, first + 56_000, 3 * channels).astype(">u2").tobytes()
+    color_type = {3: 2, 4: 6}[channels]
+    header = struct.pack(">IIBBBBB", 3, 2, 16, color_type, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 

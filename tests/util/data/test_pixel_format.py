@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from prmim import MaskCollator, TokenCounts, TokenOrderSampler
 from scripts import pack_dataset
+from tests.util.data.test_decode import deep_colour_png
 from util.data import pixel_format
 from util.data.datasets import AddressedDataset
 from util.data.images import FolderImages, ImageError
@@ -137,6 +138,18 @@ def test_grey_of_16_bits_keeps_them_unless_three_channels_are_wanted(tmp_path):
     (note,) = rgb.notes
     lost = f"{str(tmp_path / '0.png')!r} has 16 bits, but with 3 channels images become RGB of 8 bits"
     assert note == f"warning: {lost}: give --in_chans 1 to keep 16 bits"
+
+
+@pytest.mark.parametrize(
+    ("in_chans", "reason"),
+    [(3, "with 3 channels images become RGB of 8 bits"), (4, "Pillow reads its colours with 8 bits")],
+)
+def test_colours_of_16_bits_lose_them_with_a_warning(tmp_path, in_chans, reason):
+    (tmp_path / "0.png").write_bytes(deep_colour_png(in_chans))
+    images = open_images("folder", tmp_path, in_chans=in_chans)
+    assert images.pixel_format == PixelFormat(in_chans, "uint8")
+    lost = f"{str(tmp_path / '0.png')!r} has 16 bits, but {reason}"
+    assert images.notes == [f"warning: {lost}: store the images as .npy to keep 16 bits"]
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "float32"])

@@ -62,6 +62,17 @@ def test_an_encoder_of_unknown_pixels_fits_integers(tmp_path, dtype, fits):
     assert choose(images, encoder={"path": str(path)})[0] == expected
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_statistics_of_an_encoder_of_another_depth_are_measured_anew(tmp_path, dtype):
+    """Cameras of 12 bits use a sixteenth of 16 bits: by fractions of 8 bits, their images would be almost black."""
+    images = open_arrays(tmp_path, dtype)
+    path = save_checkpoint(tmp_path, 1, {}, STORED)  # of uint16
+    expected = ([0.25, 0.5], [0.125, 0.25])
+    if dtype == "uint8":
+        expected = measure_statistics(images)[0]
+    assert choose(images, encoder={"path": str(path)})[0] == expected
+
+
 GIVEN = [0.3, 0.3]
 
 
