@@ -230,7 +230,7 @@ def note_on_rate(args: argparse.Namespace, plan: Plan) -> list[str]:
         return []
     return [
         f"note: the peak learning rate is {plan.lr:.3g}: --blr {BLR} is MAE's, for long training in batches of 4096; "
-        "with smaller batches, this project's small models and short runs used --blr 2e-3 to 2e-2"
+        "with smaller batches, this project's small models and short runs used --blr 1e-3 to 2e-2"
     ]
 
 

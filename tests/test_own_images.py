@@ -60,7 +60,7 @@ def test_the_guide_leads_from_a_folder_to_a_timm_model(tmp_path, monkeypatch):
     assert logits.shape == (1, 2)
     assert logits.isfinite().all()
     image, _ = open_images("folder", "data/bands", "val", in_chans=5).load(0)
-    crop = ResizeCenterCrop(64)(torch.from_numpy(image).permute(2, 0, 1))  # the view of this project
+    crop = ResizeCenterCrop(64, crop_pct=1.0)(torch.from_numpy(image).permute(2, 0, 1))  # the recipe's view
     assert torch.allclose(names["pixels"], names["normalize"](crop.float() / 65535), atol=2e-3)
 
     bands = np.maximum(tifffile.imread(names["file"]), 1)
@@ -68,7 +68,7 @@ def test_the_guide_leads_from_a_folder_to_a_timm_model(tmp_path, monkeypatch):
     tifffile.imwrite(names["file"], bands, photometric="minisblack", planarconfig="contig")
     exec(compile(with_nodata, "snippet", "exec"), names | {"NODATA": 0}, made := {})
     image, _ = open_images("folder", "data/bands", "val", in_chans=5, invalid=InvalidPixels(0.0)).load(0)
-    view = ResizeCenterCrop(64)
+    view = ResizeCenterCrop(64, crop_pct=1.0)
     crop = transform_valid(lambda img, *_: view(img), torch.from_numpy(image).permute(2, 0, 1), 0, 0)
     assert 0.1 < crop.isnan().float().mean() < 0.9
     torch.testing.assert_close(made["pixels"], names["normalize"](crop / 65535).nan_to_num(0.0), rtol=0, atol=1e-4)
