@@ -132,6 +132,7 @@ class EncodedImages(Images):
 
     num_checked = 1000  # headers that `check` reads
     num_decoded = 64  # of these, the images of floats that `check` decodes
+    num_examined = 16  # of these, the images in which `check` looks for what is lost as 8 bits
 
     def __init__(
         self,
@@ -187,8 +188,8 @@ class EncodedImages(Images):
                 formats[pixels] = i
         self._refuse_bad(problems, len(checked), max_bad_fraction)
         self.pixel_format = self.one_format(formats)
+        self._note_lost(good)
         self.invalid.check_type(self.pixel_format)
-        self._note_lost(formats[self.pixel_format])
         if self.pixel_format.is_float:
             step = math.ceil(len(good) / self.num_decoded)
             for i in good[::step]:
@@ -247,41 +248,55 @@ class EncodedImages(Images):
             message += ": a band is missing; pre-training and fine-tuning have --bands for such files"
         return message
 
-    def _note_lost(self, i: int) -> None:
-        """Notes what image i has that images of 8 bits do not hold, if it is read as such."""
+    def _note_lost(self, good: Sequence[int]) -> None:
+        """Notes the first of some images that holds more than images of 8 bits do, if they are read as such.
+
+        good: images that can be read. ImageError if --nodata would be compared with what is left of 16 bits.
+        """
         if self.pixel_format.dtype != "uint8":
             return
+        for place in evenly_spaced(len(good), self.num_examined).tolist():
+            i = good[place]
+            note = self.describe_lost(i)
+            if "16 bits" in note and self.invalid.nodata is not None:
+                raise ImageError(f"--nodata {self.invalid.nodata} cannot be compared with 16 bits: {note}")
+            if note:
+                self.notes.append(f"warning: {note}")
+                return
+
+    def describe_lost(self, i: int) -> str:
+        """Returns what image i has that its image of 8 bits does not hold, and what to do; "" if that is nothing."""
         is_rgb = self.pixel_format.channels == 3
         data = self.read(i)
         lost = []
+        advice = ""
         try:
             with open_image(io.BytesIO(data)) as img:
-                is_deep_grey = has_16_bits(img)
                 is_rgb_tiff = is_rgb and isinstance(img, TiffImagePlugin.TiffImageFile)  # tifffile reads the others
                 bits = 8
                 if img.format == "PNG":
                     bits = data[PNG_BITS]
                 elif is_rgb_tiff:
                     bits = max(img.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (8,)))
-                if is_deep_grey or bits > 8:
+                if bits > 8 or has_16_bits(img):
                     lost.append("16 bits")
-                if is_rgb_tiff and img.n_frames > 1:
-                    lost.append(count_of(img.n_frames, "page"))
+                    advice = ": store the images as .npy to keep 16 bits"
+                    if has_16_bits(img):
+                        advice = ": give --in_chans 1 to keep 16 bits"
+                if is_rgb_tiff:
+                    bands = img.tag_v2.get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
+                    if bands not in (1, 3) and img.mode != "CMYK":
+                        lost.append(f"{bands} bands")
+                        advice = f": give --in_chans {bands} to keep all bands"
         except UnidentifiedImageError:  # an array, or a TIFF that tifffile reads as it is
-            return
+            return ""
         if not lost:
-            return
-        message = f"{self.path(i)!r} has {' and '.join(lost)}, but "
+            return ""
         if is_rgb:
-            message += "with 3 channels images become RGB of 8 bits"
+            reason = "with 3 channels images become RGB of 8 bits"
         else:
-            message += "Pillow reads its colours with 8 bits"
-        if is_deep_grey and lost == ["16 bits"]:
-            self.notes.append(f"warning: {message}: give --in_chans 1 to keep 16 bits")
-        elif "16 bits" in lost:
-            self.notes.append(f"warning: {message}: store the images as .npy to keep 16 bits")
-        else:
-            self.notes.append(f"note: {message}")
+            reason = "Pillow reads its colours with 8 bits"
+        return f"{self.path(i)!r} has {' and '.join(lost)}, but {reason}{advice}"
 
     def source(self, i: int) -> str | io.BytesIO:
         """Returns image i in a form that Pillow opens."""

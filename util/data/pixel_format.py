@@ -7,6 +7,7 @@ arrays, TIFFs with several bands or float values (by tifffile), and images of 8 
 import io
 import itertools
 import os
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -237,11 +238,22 @@ def _open_tiff(source: BinaryIO) -> Any:
         raise FormatError("TIFFs with any number of bands are read by tifffile: pip install tifffile")
     try:
         with tifffile.TiffFile(source) as tiff:
+            if tiff.is_ome:
+                _refuse_parts(tiff.series)
             yield tiff.series[0]
     except PILLOW_ERRORS:
         raise
     except Exception as error:  # of many types, for damaged files
         raise ValueError(f"tifffile cannot read it ({type(error).__name__}: {error})") from error
+
+
+def _refuse_parts(series: Sequence[Any]) -> None:
+    """FormatError if an OME-TIFF holds several images, or one whose other planes are in other files."""
+    if series[0].is_multifile or any(page is None for page in series[0]):
+        raise FormatError("some of its bands are in other files: save all bands of an image in one file")
+    num_images = sum(image.shape == series[0].shape for image in series)
+    if num_images > 1:
+        raise FormatError(f"it has {num_images} images of one size: save each in a file of its own")
 
 
 def _bands_last(shape: tuple[int, ...], axes: str, in_chans: int) -> bool:

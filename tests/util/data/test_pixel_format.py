@@ -1,5 +1,6 @@
 """Images of any channels and depth: files, crops, normalisation and statistics."""
 
+import io
 import re
 
 import numpy as np
@@ -14,9 +15,10 @@ from tests.util.data.test_decode import deep_colour_png
 from util.data import pixel_format
 from util.data.datasets import AddressedDataset
 from util.data.images import FolderImages, ImageError
+from util.data.invalid_pixels import InvalidPixels
 from util.data.loader import Loader
 from util.data.open import open_images
-from util.data.pixel_format import RGB8, PixelFormat, read_format
+from util.data.pixel_format import RGB8, FormatError, PixelFormat, read_format
 from util.data.statistics import choose_statistics, measure_statistics
 from util.data.transforms import Normalize, PaddedCropFlip, RandomResizedCropFlip, ResizeCenterCrop, Squash, resize
 from util.run.checkpoint import CheckpointInfo, read_info
@@ -253,18 +255,75 @@ def test_pages_that_the_check_has_not_seen_are_no_rgb_image(tmp_path):
 
 
 @pytest.mark.parametrize("flags", [{"subfiletype": 1}, {}])
-@pytest.mark.parametrize(("dtype", "is_noted"), [("uint8", False), ("uint16", True)])
-def test_thumbnails_are_no_pages(tmp_path, flags, dtype, is_noted):
-    array = pixels(3, dtype)
+def test_thumbnails_are_no_pages(tmp_path, flags):
+    array = pixels(3, "uint8")
     with tifffile.TiffWriter(tmp_path / "0.tif") as file:
         file.write(array, photometric="rgb", metadata=None)
         file.write(pixels(3, "uint8", size=(10, 13)), photometric="rgb", metadata=None, **flags)
     images = open_images("folder", tmp_path)
     assert images.pixel_format == RGB8
-    if is_noted:
-        assert "has 16 bits and 2 pages, but with 3 channels" in images.notes[0]
+    assert images.notes == []
+    assert np.array_equal(images.load(0)[0], array)
+
+
+@pytest.mark.parametrize("nodata", [None, 65535.0])
+@pytest.mark.parametrize("place", [0, 3])
+def test_bits_that_any_image_loses_are_told(tmp_path, place, nodata):
+    """With --nodata it is an error: the value would be compared with what is left of the bits."""
+    for i in range(4):
+        array = pixels(3, "uint8")
+        if i == place:
+            array = pixels(3, "uint16")
+        tifffile.imwrite(tmp_path / f"{i}.tif", array, photometric="rgb")
+    lost = f"{str(tmp_path / f'{place}.tif')!r} has 16 bits, but with 3 channels images become RGB of 8 bits"
+    if nodata is None:
+        (note,) = open_images("folder", tmp_path).notes
+        assert note == f"warning: {lost}: store the images as .npy to keep 16 bits"
     else:
-        assert np.array_equal(images.load(0)[0], array)
+        with pytest.raises(ImageError, match=f"--nodata 65535.0 cannot be compared with 16 bits: {re.escape(lost)}"):
+            open_images("folder", tmp_path, invalid=InvalidPixels(nodata))
+
+
+@pytest.mark.parametrize("bands", [2, 4, 5])
+def test_bands_that_are_not_read_are_told(tmp_path, bands):
+    photometric = "rgb" if bands > 3 else "minisblack"
+    tifffile.imwrite(tmp_path / "0.tif", pixels(bands, "uint8"), photometric=photometric, planarconfig="contig")
+    (note,) = open_images("folder", tmp_path).notes
+    assert f"has {bands} bands, but with 3 channels images become RGB of 8 bits: give --in_chans {bands}" in note
+    images = open_images("folder", tmp_path, in_chans=bands)
+    assert images.notes == []
+    assert np.array_equal(images.load(0)[0], pixels(bands, "uint8"))
+
+
+OME = """<?xml version="1.0" encoding="UTF-8"?>
+<OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06" UUID="urn:uuid:{}"><Image ID="Image:0"><Pixels ID="Pixels:0"
+DimensionOrder="XYCZT" Type="uint8" SizeX="52" SizeY="40" SizeC="2" SizeZ="1" SizeT="1">
+<TiffData FirstC="0" IFD="0" PlaneCount="1"><UUID FileName="0.ome.tif">urn:uuid:0</UUID></TiffData>
+<TiffData FirstC="1" IFD="0" PlaneCount="1"><UUID FileName="1.ome.tif">urn:uuid:1</UUID></TiffData>
+</Pixels></Image></OME>"""
+
+
+def test_an_ome_tiff_whose_bands_are_in_several_files_is_refused(tmp_path):
+    """tifffile finds the other files if it is given a path, and reads zeros in their place if it is given bytes."""
+    for i in range(2):
+        plane = pixels(1, "uint8", seed=i)[:, :, 0]
+        tifffile.imwrite(tmp_path / f"{i}.ome.tif", plane, description=OME.format(i), metadata=None)
+    assert "some of its bands are in other files" in refused(tmp_path, in_chans=2)
+    for source in (str(tmp_path / "0.ome.tif"), io.BytesIO((tmp_path / "0.ome.tif").read_bytes())):
+        with pytest.raises(FormatError, match="some of its bands are in other files"):
+            read_format(source, in_chans=2)
+
+
+def test_an_ome_tiff_of_one_image_is_read_and_one_of_two_is_refused(tmp_path):
+    array = np.moveaxis(pixels(2, "uint16"), -1, 0)
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with tifffile.TiffWriter(folder / "0.ome.tif", ome=True) as file:
+            for _ in range(number):
+                file.write(array, photometric="minisblack", metadata={"axes": "CYX"})
+    assert np.array_equal(open_images("folder", tmp_path / "1", in_chans=2).load(0)[0], pixels(2, "uint16"))
+    assert "it has 2 images of one size: save each in a file of its own" in refused(tmp_path / "2", in_chans=2)
 
 
 def test_overviews_and_masks_are_no_pages(tmp_path):
@@ -280,7 +339,7 @@ def test_overviews_and_masks_are_no_pages(tmp_path):
             pytest.skip("this Pillow writes no kinds of pages")
     images = open_images("folder", tmp_path)
     assert np.array_equal(images.load(0)[0], array)
-    assert "has 3 pages, but" in images.notes[0]
+    assert images.notes == []
 
 
 def test_an_image_of_one_channel_and_three_axes_is_no_stack(tmp_path):
