@@ -46,7 +46,7 @@ from util.run.loader import BatchSource, TrainLoader, make_augmentation
 from util.run.run import Run, RunFacts
 from util.run.training import BetweenSteps, Training
 from util.run.utilization import report_utilization
-from util.text import count_of
+from util.text import count_of, shorten
 
 timm_optim = LazyModule("timm.optim")
 
@@ -207,10 +207,13 @@ def split_matrices(groups: Sequence[dict[str, Any]], model: nn.Module) -> list[d
 def summary_rows(args: argparse.Namespace, model: Framework, images: Any) -> dict[str, str]:
     """Returns what is printed about model and data at the start."""
     million = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
+    number = count_of(len(images), "image")
+    if images.classes:
+        number += f" of {count_of(len(images.classes), 'class')} ({shorten(images.classes)})"
     return {
         "model": f"{args.model}, {million:.1f} M trainable parameters",
         "tokens": f"{model.counts.num_tokens} = {model.counts}",
-        "data": f"{count_of(len(images), 'image')} in {images.root}",
+        "data": f"{number} in {images.root}",
     }
 
 

@@ -174,8 +174,7 @@ def find_files(data_path: str | Path, split: str = "train", labelled: bool = Fal
             names_of_splits = [name for names in by_split.values() for name in names]
             advice = f"give {str(path / names_of_splits[0])!r} itself to train on it"
             raise MissingSplit(f"--data_path {str(path)!r} holds {shorten(names_of_splits)}, but no {split}: {advice}")
-        refuse_split_words(listing)
-        return SplitFiles(path, listing.readable_tars(), [])
+        return SplitFiles(path, listing.readable_tars(), check_split_words(listing))
 
     names = by_split[chosen]
     folders = [name for name in names if name in listing.folders]
@@ -193,16 +192,39 @@ def find_files(data_path: str | Path, split: str = "train", labelled: bool = Fal
         advice = f"give {str(path / folder)!r}, or move all classes into a folder {chosen}/"
         raise ValueError(f"--data_path {str(path)!r}: {problem}; {advice}")
     notes = note_stand_in(f"{folder}/", chosen, split)
+    others = [name for name in no_split if name in listing.folders]
+    if others and not labelled:
+        notes.append(f"note: {shorten(others)} in {str(path)!r} is not read: only {folder}/ is")
     return SplitFiles(path / folder, list_folder(path / folder).readable_tars(), notes)
 
 
-def refuse_split_words(listing: Listing) -> None:
-    """ValueError if all folders have words of splits in their names, such as train2017/ and val2017/."""
-    splits = {split_of_tar(name) for name in listing.folders}
-    if len(splits) > 1 and None not in splits:
-        folders = shorten(listing.folders)
+def check_split_words(listing: Listing) -> list[str]:
+    """Returns a warning if folders have words of two splits in their names, such as train2017/ and val2017/.
+
+    ValueError if all folders have such words.
+    """
+    by_split: dict[str | None, list[str]] = defaultdict(list)
+    for name in listing.folders:
+        by_split[split_of_tar(name)].append(name)
+    has_others = by_split.pop(None, None) is not None
+    if len(by_split) < 2:
+        return []
+    named = [name for names in by_split.values() for name in names]
+    message = f"--data_path {str(listing.path)!r} holds {shorten(sorted(named))}"
+    if not has_others:
+        raise ValueError(f"{message}: rename them to train and val, or give one")
+    return [f"warning: {message}, which are read as classes: if they are splits, give one of them"]
+
+
+def refuse_splits_below(root: Path, name: str, images: Sequence[str]) -> None:
+    """ValueError if the folder `name` of `root` holds folders of two splits. images: below it, relative to `root`."""
+    subfolders = dict.fromkeys(image.split(os.sep)[1] for image in images if image.count(os.sep) > 1)
+    splits = [subfolder for subfolder in subfolders if split_of(subfolder)]
+    if len({split_of(subfolder) for subfolder in splits}) > 1:
+        below = shorten([f"{name}/{subfolder}" for subfolder in splits])
         raise ValueError(
-            f"--data_path {str(listing.path)!r} holds {folders}: rename them to train and val, or give one"
+            f"--data_path {str(root)!r} holds {below}, which would be mixed: give {str(root / name)!r}, or a folder of "
+            "links to the images of one split"
         )
 
 
@@ -219,6 +241,7 @@ def find_samples(data_path: str | Path, labelled: bool = False) -> tuple[list[st
     empty: list[str] = []
     for name in listing.folders:
         images = list_images(root, name)
+        refuse_splits_below(root, name, images)
         if images:
             images_of[name] = images
         else:

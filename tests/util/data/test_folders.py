@@ -147,6 +147,30 @@ def test_folders_without_images_beside_a_split_are_no_classes(tmp_path):
     assert find_files(tmp_path).root == tmp_path / "train"
 
 
+def test_folders_that_pre_training_does_not_read_are_named(tmp_path):
+    tree(tmp_path, "train/a/1.jpg", "test/a/1.jpg", "unlabeled/1.jpg")
+    assert find_files(tmp_path).notes == [
+        f"note: unlabeled in {str(tmp_path)!r} is not read: only train/ is",
+    ]
+    assert find_files(tmp_path, "train", labelled=True).notes == []
+
+
+@pytest.mark.fault("U95", "train/ and val/ one level below --data_path", "refused, with the path to give; never mixed")
+@pytest.mark.parametrize("names", ["photos/train/a/1.jpg photos/val/a/1.jpg", "b/1.jpg cat/test/1.png cat/train/2.png"])
+def test_splits_below_a_folder_are_not_mixed(tmp_path, names):
+    tree(tmp_path, *names.split())
+    folder = sorted(os.listdir(tmp_path))[-1]
+    with pytest.raises(ValueError, match=f"which would be mixed: give '.*/{folder}', or a folder of links"):
+        find_samples(find_files(tmp_path).root)
+
+
+def test_folders_with_words_of_splits_beside_others_are_classes_with_a_warning(tmp_path):
+    tree(tmp_path, "val2017/1.jpg", "train2017/1.jpg", "unlabeled2017/1.jpg")
+    (warning,) = find_files(tmp_path).notes
+    assert warning.startswith("warning: ")
+    assert "holds train2017, val2017, which are read as classes" in warning
+
+
 def test_a_class_below_a_split_may_be_called_like_a_split(tmp_path):
     tree(tmp_path, "train/bus/1.jpg", "train/train/2.jpg")
     classes, samples = find_samples(find_files(tmp_path).root)

@@ -296,8 +296,8 @@ def test_bands_that_are_not_read_are_told(tmp_path, bands):
 
 
 OME = """<?xml version="1.0" encoding="UTF-8"?>
-<OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06" UUID="urn:uuid:{}"><Image ID="Image:0"><Pixels ID="Pixels:0"
-DimensionOrder="XYCZT" Type="uint8" SizeX="52" SizeY="40" SizeC="2" SizeZ="1" SizeT="1">
+<OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06" UUID="urn:uuid:{}"><Image ID="Image:0">
+<Pixels ID="Pixels:0" DimensionOrder="XYCZT" Type="uint8" SizeX="52" SizeY="40" SizeC="2" SizeZ="1" SizeT="1">
 <TiffData FirstC="0" IFD="0" PlaneCount="1"><UUID FileName="0.ome.tif">urn:uuid:0</UUID></TiffData>
 <TiffData FirstC="1" IFD="0" PlaneCount="1"><UUID FileName="1.ome.tif">urn:uuid:1</UUID></TiffData>
 </Pixels></Image></OME>"""
