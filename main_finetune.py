@@ -220,6 +220,8 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     args.aa = None if args.aa == "none" else args.aa
     args.global_pool = args.global_pool or ("token" if is_probe else "avg")
     args.optimizer = args.optimizer or ("lars" if is_probe else "adamw")
+    if args.aa and args.color_jitter:
+        parser.error(f"--color_jitter {args.color_jitter} is not applied with --aa {args.aa}: add --aa none")
     if isinstance(args.input_size, list):
         if len(args.input_size) > 2:
             parser.error(f"--input_size takes one or two numbers, got {args.input_size}")

@@ -32,7 +32,7 @@ from util.data.open import open_everywhere
 from util.data.statistics import Statistics
 from util.lazy import LazyModule
 from util.run import shard
-from util.run.cli import FlagGroup, Parser, parse_with_recipe, run_program
+from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
 from util.run.flags import (
     Plan,
     add_data_flags,
@@ -168,6 +168,8 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     """Returns (parser, flags). A recipe sets defaults; explicit flags win."""
     parser = get_args_parser()
     args = parse_with_recipe(parser, RECIPES, argv)
+    if args.crop == "padded" and "crop_scale" in flags_given(parser, argv):
+        parser.error("--crop_scale is of --crop resized, and does nothing with --crop padded: leave it out")
     if CLASS_OF[args.model].shared_visible:  # by all images of a micro-batch
         parser.set_changes(batch_size="results")
     if args.optimizer == "muon":  # it orthogonalises in bfloat16, and the sums of shards round differently

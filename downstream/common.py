@@ -13,6 +13,7 @@ from util.run.flags import (
     Plan,
     RunSchedule,
     add_batch_flags,
+    add_hflip_flag,
     add_loading_flags,
     add_pixel_flags,
     add_run_flags,
@@ -57,6 +58,7 @@ def make_parser(program: str, description: str | None, defaults: Mapping[str, ob
 
     add_pixel_flags(groups["data"])
     add_loading_flags(groups["data"])
+    add_hflip_flag(groups["augmentation"])
     evaluation = groups["evaluation"].add_argument
     evaluation(
         "--eval_every",

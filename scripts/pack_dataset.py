@@ -331,7 +331,12 @@ def run(args: argparse.Namespace) -> None:
         for split in find_packed(args.folders[0]):
             verify_split(None, destination / split, args.workers)
         return
-    for split, files in find_sources(args.folders[0]).items():
+    sources = find_sources(args.folders[0])
+    with suppress(ValueError):
+        test = find_files(args.folders[0], "test", labelled=True)
+        if test.root not in [files.root for files in sources.values()]:
+            print(f"note: {test.root} is not packed: training and evaluation read train and val")
+    for split, files in sources.items():
         images = open_source(files, destination / split, args)
         if args.verify:
             verify_split(images, destination / split, args.workers)

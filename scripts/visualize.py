@@ -71,7 +71,7 @@ def show_run(args: argparse.Namespace) -> None:
     ((imgs, ids_shuffle),) = crops(model, settings, images, drawn, batch_size=len(drawn))
     normalize = normalizer(settings, images.pixel_format)
     pictures.save(reconstruction_picture(model, normalize, imgs, ids_shuffle), args.out)
-    print(f"reconstructions of {len(drawn)} images of {images.root}: {args.out}")
+    print(*images.notes, f"reconstructions of {len(drawn)} images of {images.root}: {args.out}", sep="\n")
     print("\n".join(lines))
 
 

@@ -369,6 +369,7 @@ def test_a_probe_s_running_statistics_are_the_checkpoint_s_in_every_process(labe
         ("--eval --resume {tmp}/ours.pth --nb_classes 7", "--nb_classes 7, but the classifier at"),
         ("--layer_decay 0", "--layer_decay must be above 0, got 0.0"),
         ("--clip_crop", "--clip_crop goes without --aa"),
+        ("--color_jitter 0.4", "--color_jitter 0.4 is not applied with --aa rand-m9-mstd0.5-inc1: add --aa none"),
         ("--input_size 32 48 64", "--input_size takes one or two numbers, got [32, 48, 64]"),
         ("--input_size 30", "30 x 30 is not divisible by --patch_size 4"),
         ("--eval", "--eval needs --resume"),

@@ -281,13 +281,20 @@ class LargeScaleJitter:
     """
 
     def __init__(
-        self, images: CocoImages, side: int, seed: int, scale_range: Sequence[float] = (0.1, 2.0), masks: bool = True
+        self,
+        images: CocoImages,
+        side: int,
+        seed: int,
+        scale_range: Sequence[float] = (0.1, 2.0),
+        masks: bool = True,
+        hflip: bool = True,
     ) -> None:
         self.images = images
         self.side = side
         self.seed = seed
         self.scale_range = scale_range
         self.masks = masks
+        self.hflip = hflip
 
     def __call__(self, img: torch.Tensor, epoch: int, index: int) -> DetectionSample:
         """Augments [C, H, W], image number `index`."""
@@ -312,7 +319,7 @@ class LargeScaleJitter:
         return FlipResizeCrop(
             before,
             resized,
-            flip=u_flip < 0.5,
+            flip=self.hflip and u_flip < 0.5,
             rows=self.place_crop(u_top, resized[0]),
             columns=self.place_crop(u_left, resized[1]),
         )

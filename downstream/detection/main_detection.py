@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         groups = model.param_groups(args.weight_decay, args.layer_decay)
         optimizer = torch.optim.AdamW(groups, lr=run.plan.lr, betas=(0.9, 0.999), fused=True)
 
-        augmentation = LargeScaleJitter(images, args.input_size, args.seed, args.scale_range, masks)
+        augmentation = LargeScaleJitter(images, args.input_size, args.seed, args.scale_range, masks, args.hflip)
         dataset = AddressedDataset(images, augmentation)
         loader = TrainLoader(dataset, PadAndStack(args.input_size), model.img_size, run.plan, run.process, args.seed)
 

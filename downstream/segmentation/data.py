@@ -253,6 +253,7 @@ class SegmentationAugment:
         ratio_range: Sequence[float] = (0.5, 2.0),
         cat_max_ratio: float = 0.75,
         photometric: bool = True,
+        hflip: bool = True,
     ) -> None:
         self.size = size
         self.seed = seed
@@ -261,6 +262,7 @@ class SegmentationAugment:
         self.ratio_range = ratio_range
         self.cat_max_ratio = cat_max_ratio
         self.photometric = photometric
+        self.hflip = hflip
 
     def __call__(self, pair: torch.Tensor, epoch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Augments [C + 1, H, W]. Returns (img [C, *size] of the same type, labels uint8 [*size])."""
@@ -275,7 +277,7 @@ class SegmentationAugment:
         rows, columns = self.choose_crop(labels, draws[: 2 * TRIES])
         img = img[:, rows, columns]
         labels = labels[rows, columns]
-        if u_flip < 0.5:
+        if self.hflip and u_flip < 0.5:
             img = mirror(img)
             labels = mirror(labels)
         if self.photometric and img.dtype == torch.uint8:

@@ -233,6 +233,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             args.ratio_range,
             args.cat_max_ratio,
             args.photometric,
+            args.hflip,
         )
         dataset = AddressedDataset(images, augmentation, replace=args.max_bad_fraction > 0)
         loader = TrainLoader(dataset, stack_pairs, model.img_size, run.plan, run.process, args.seed)

@@ -282,11 +282,14 @@ def describe_pixels(pixels: str | None) -> str:
 def complete_settings(settings: PixelSettings, images: Images) -> tuple[dict[str, Any], list[str]]:
     """Returns the pixel settings of a trained model with mean and deviation, and remarks. All ranks must call it.
 
-    Statistics that its file lacks are ImageNet's for RGB integers, or else those of the `images`.
+    As in fine-tuning, they are ImageNet's for RGB of 8 bits, or else those of the `images`, if its file has none for
+    images of their type.
     """
-    statistics = known_statistics(settings, images.pixel_format)
+    if fits_encoder(settings, images.pixel_format):
+        return dict(settings), []
+    statistics = IMAGENET
     remarks: list[str] = []
-    if statistics is None:
+    if not images.pixel_format.is_rgb8:
         statistics, remarks = measure_on_rank0(images)
     mean, std = statistics
     return {**settings, "mean": mean, "std": std}, remarks

@@ -136,13 +136,18 @@ def add_data_flags(group: FlagGroup) -> None:
         help="reference: decode and resize by Pillow, as torchvision",
     )
     flag("--crop_scale", type=float, nargs=2, help="smallest and largest area of the random crop")
-    flag(
+    add_hflip_flag(group)
+    add_loading_flags(group)
+
+
+def add_hflip_flag(group: FlagGroup) -> None:
+    """Adds whether training images are mirrored."""
+    group.add_argument(
         "--hflip",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="mirror half of the training images at random",
     )
-    add_loading_flags(group)
 
 
 def add_pixel_flags(group: FlagGroup) -> None:

@@ -283,6 +283,8 @@ def test_five_bands_keep_their_type(tmp_path, dtype):
         flips.append(torch.equal(moved.float(), img.float().flip(-1)))
         assert flips[-1] or torch.equal(moved.float(), img.float())
     assert any(flips)
+    never = LargeScaleJitter(images, 56, 0, (1, 1), hflip=False)
+    assert all(torch.equal(never(img, epoch, 0).img.float(), img.float()) for epoch in range(8))
     assert torch.equal(ResizeForDetection(56)(img).img.float(), img.float())
 
 

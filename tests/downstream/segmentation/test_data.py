@@ -289,6 +289,10 @@ def test_image_and_labels_are_cropped_and_flipped_together():
     assert len(places) > 30
     assert torch.equal(augment(pair, 3, 39)[0], img)
     assert not torch.equal(augment(pair, 4, 39)[0], img)
+    never = SegmentationAugment((16, 16), 0, (0, 0, 0), (40, 30), (1, 1), photometric=False, hflip=False)
+    for index in range(40):
+        img, _ = never(pair, 3, index)
+        assert img[2, 0, 0] < img[2, 0, 1]
 
 
 def test_small_images_are_padded_at_the_bottom_and_the_right():

@@ -47,6 +47,13 @@ def test_statistics_that_a_file_has_are_kept(tmp_path):
     assert complete_settings(settings, open_arrays(tmp_path)) == (settings, [])
 
 
+def test_statistics_of_another_depth_are_measured(tmp_path):
+    images = open_arrays(tmp_path)
+    settings, remarks = complete_settings({"pixels": "uint8", "mean": [0.1, 0.2], "std": [0.3, 0.4]}, images)
+    assert (settings["mean"], settings["std"]) == measure_statistics(images).statistics
+    assert len(remarks) == 1
+
+
 def test_statistics_of_rgb_are_imagenet_s(photos):
     expected = {"pixels": None, "mean": MEAN, "std": STD}
     assert complete_settings(CheckpointInfo().pixel_settings, open_images("folder", photos)) == (expected, [])
