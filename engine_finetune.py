@@ -1,8 +1,10 @@
 """The training loop of fine-tuning and linear probing, and evaluation. It knows batches and logits, but no model."""
 
+import csv
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +13,11 @@ from torch.nn import functional as F
 
 from util import collectives
 from util.accuracy import accuracies
+from util.atomic import replaced_file
 from util.data.datasets import AddressedDataset
+from util.data.images import Images
 from util.data.transforms import ResizeCenterCrop
+from util.evaluate.features import extract_features
 from util.evaluate.loop import EvalContext, evaluation_batches, with_equal_passes
 from util.run.loop import TrainLoop
 
@@ -137,3 +142,30 @@ def evaluate_images(
     loaded = evaluation_batches(dataset, range(len(images)), context)
     loaded = with_equal_passes(loaded, dataset, len(images), model, model, context)
     return evaluate(model, loaded, len(images), context, columns)
+
+
+def write_predictions(
+    path: str, model: nn.Module, images: Images, transform: ResizeCenterCrop, context: EvalContext
+) -> None:
+    """Rank 0 writes a CSV file with a row for each image: its path, its class, and the probability of each class."""
+
+    def encode(imgs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": model(imgs)}
+
+    dataset = AddressedDataset(images, transform)
+    shares = extract_features(encode, model, dataset, range(len(images)), context)
+    probabilities = shares.values["logits"].softmax(dim=1).cpu()
+    rows: list[tuple] = []
+    for part in collectives.gather_objects(list(zip(shares.indices.tolist(), probabilities.tolist(), strict=True))):
+        rows += part
+    rows.sort()
+
+    def write() -> None:
+        with replaced_file(Path(path)) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["image", "class", *images.classes])
+            for index, values in rows:
+                numbers = [f"{value:.6g}" for value in values]
+                writer.writerow([images.path(index), images.classes[images.labels[index]], *numbers])
+
+    collectives.run_on_rank0(write)

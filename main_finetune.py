@@ -12,19 +12,20 @@ The same command again resumes the run at the step of its newest good checkpoint
 import argparse
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from encoders import models_relative_vit, models_swin
-from encoders.classifiers import MODELS, build_classifier, load_classifier, plain_size
+from encoders.classifiers import MODELS, build_classifier, load_classifier, note_on_view, plain_size
 from encoders.load import load_encoder
-from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch
+from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch, write_predictions
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util.accuracy import accuracy_text
 from util.data.datasets import AddressedDataset, stack
-from util.data.images import check_classes, check_splits
+from util.data.images import check_classes, match_splits
 from util.data.open import open_everywhere
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import Statistics, normalizer
@@ -41,6 +42,7 @@ from util.run.flags import (
     Plan,
     add_all_valid_flag,
     add_data_flags,
+    add_eval_split_flag,
     add_invalid_flags,
     add_optimisation_flags,
     add_pixel_flags,
@@ -78,6 +80,13 @@ def get_args_parser() -> Parser:
         help="only evaluate the classifier at --resume on val/",
     )
 
+    parser.add_argument(
+        "--predictions",
+        changes="nothing",
+        metavar="FILE.csv",
+        help="with --eval: write the probability of each class for each image",
+    )
+
     add_model_flags(parser.add_argument_group("model"))
     add_optimisation_flags(parser.add_argument_group("optimisation"))
     tuning = parser.add_argument_group("optimisation of fine-tuning").add_argument
@@ -101,6 +110,7 @@ def get_args_parser() -> Parser:
     add_pixel_flags(data)
     add_invalid_flags(data)
     add_all_valid_flag(data, "with --eval: ")
+    add_eval_split_flag(data, "with --eval: ")
     add_augmentation_flags(parser.add_argument_group("augmentation"))
 
     evaluation = parser.add_argument_group("evaluation").add_argument
@@ -234,6 +244,8 @@ def check_flags(args: argparse.Namespace, plan: Plan) -> None:
     batch_size = plan.batch_size
     if args.all_valid:
         raise ValueError("--all_valid is for --eval: fine-tuning takes all pixels as valid unless a flag marks some")
+    if args.predictions or args.eval_split != "val":
+        raise ValueError("--predictions and --eval_split are for --eval: fine-tuning is evaluated on val/")
     if args.clip_crop and (args.aa or args.color_jitter):
         raise ValueError(f"--clip_crop goes without --aa and --color_jitter, got {args.aa!r} and {args.color_jitter}")
     if (args.mixup or args.cutmix) and batch_size % 2:
@@ -356,7 +368,7 @@ def open_data(args: argparse.Namespace) -> tuple[Any, Any]:
     """Opens train/ and val/. ValueError unless both have the same classes, --nb_classes of them."""
     images = open_everywhere(args, "train", labelled=True, max_bad_fraction=args.max_bad_fraction)
     val_images = open_everywhere(args, "val", labelled=True)
-    check_splits(images, val_images)
+    match_splits(images, val_images)
     number = len(images.classes)
     if args.nb_classes not in (None, number):
         raise ValueError(f"--nb_classes {args.nb_classes}, but the data has {number} classes; leave the flag out")
@@ -422,6 +434,8 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
 
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, float]:
     """Evaluates the classifier at --resume on val/ and returns the result. given: flags that were set explicitly."""
+    if args.predictions and not Path(args.predictions).absolute().parent.is_dir():
+        raise ValueError(f"--predictions {args.predictions!r} lies in a folder that does not exist")
     classifier = load_classifier(args.resume, crop_pct=args.crop_pct, mean=args.mean, std=args.std)
     settings = classifier.settings
     if args.all_valid:
@@ -431,16 +445,19 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
     view = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], args.loader == "reference")
     for name in given.intersection(INVALID_SETTINGS):
         settings[name] = getattr(args, name)
-    images = open_everywhere(args, "val", labelled=True, pixel_settings=settings)
+    images = open_everywhere(args, args.eval_split, labelled=True, pixel_settings=settings)
     context = session.make_context(args, normalizer(settings, images.pixel_format), args.batch_size or 64)
     if classifier.info.classes:
-        check_classes(classifier.info.classes, images.classes, "the checkpoint", "the data")
+        images.use_classes(classifier.info.classes, "the checkpoint")
     elif len(images.classes) != settings["nb_classes"]:
         raise ValueError(
             f"the head of {args.resume!r} has {settings['nb_classes']} classes, the data {len(images.classes)}"
         )
     result = evaluate_model(classifier.model.to(context.device), images, view, context)
-    session.print(*images.notes)
+    session.print(*images.notes, *note_on_view(settings, args.resume))
+    if args.predictions:
+        write_predictions(args.predictions, classifier.model, images, view, context)
+        session.print(f"probabilities of each image: {args.predictions}")
     scores = result.scores
     line = f"{accuracy_text(scores, digits=3)}, loss {scores['loss']:.4f} on {scores['num_images']} images"
     session.finish(result, line, args.resume, classifier.info.step)

@@ -20,7 +20,7 @@ from util.accuracy import accuracy_text
 from util.addressed import BANK, addressed_uniform
 from util.data.datasets import AddressedDataset
 from util.data.folders import MissingSplit
-from util.data.images import Images, check_splits, evenly_spaced, has_one_label
+from util.data.images import Images, evenly_spaced, has_one_label, match_splits
 from util.data.open import open_everywhere
 from util.data.transforms import ResizeCenterCrop
 from util.evaluate.features import Features, class_feature, extract_features, forward_blocks
@@ -97,7 +97,7 @@ def open_val_images(args: argparse.Namespace, images: Images) -> Images:
     """
     try:
         val_images = open_everywhere(args, "val", labelled=True, max_bad_fraction=args.max_bad_fraction)
-        check_splits(images, val_images)
+        match_splits(images, val_images)
     except MissingSplit:
         raise
     except ValueError as error:

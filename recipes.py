@@ -427,7 +427,8 @@ FINETUNE_RECIPES: dict[str, Recipe] = {
     "linprobe_vit_base": _LINPROBE | dict(model="vit_base_patch16"),
     "linprobe_vit_large": _LINPROBE | dict(model="vit_large_patch16", epochs=50),
     "linprobe_vit_huge": _LINPROBE | dict(model="vit_huge_patch14", epochs=50),
-    # lightly's evaluation of `lightly_mae_vit_base_100ep`. Its layer decay leaves the patch embedding at the full rate.
+    # After lightly's evaluation of `lightly_mae_vit_base_100ep`. In lightly the last block, class token, positions and
+    # patch embedding have the full rate, and the linear probe crops as usual; both resize bilinearly.
     "lightly_finetune_vit_base": _FINETUNE_BASE | dict(total_batch_size=256, global_pool="token"),
     "lightly_linprobe_vit_base": _LINPROBE | dict(model="vit_base_patch16", total_batch_size=256),
     # Table of iNaturalist, from the pre-trained encoder. The paper: 360 epochs, and most settings as for ImageNet. That

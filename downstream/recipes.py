@@ -29,7 +29,8 @@ UPERNET_DEFAULTS: Recipe = dict(
     stride=341,
     eval_every=16_000,
 )
-# One linear layer on the patch tokens of a frozen encoder, as DINOv2 and its followers report it.
+# One linear layer on the patch tokens of a frozen encoder, after DINOv2's evaluation. Judgements: a BatchNorm without
+# weights, images of at most 2048 pixels, a loss that is the mean over labelled pixels.
 LINEAR_DEFAULTS: Recipe = UPERNET_DEFAULTS | dict(
     head="linear",
     num_iters=40_000,
@@ -77,7 +78,7 @@ DETECTION_RECIPES: dict[str, Recipe] = {
     "coco_mask_rcnn_vit_base": MASK_RCNN_DEFAULTS | dict(model="vit_base_patch16"),
     # ViTDet's own setting.
     "coco_mask_rcnn_vit_base_mae": MASK_RCNN_DEFAULTS
-    | dict(model="vit_base_patch16", num_iters=184_375, total_batch_size=64, lr=1e-4, eval_every=18_437),
+    | dict(model="vit_base_patch16", num_iters=184_375, total_batch_size=64, lr=1e-4, eval_every=18_438),
     # For one GPU: 12 epochs of 512-pixel images.
     "short": MASK_RCNN_DEFAULTS
     | dict(model="vit_base_patch16", input_size=512, num_iters=88_000, total_batch_size=16, eval_every=8800)

@@ -364,6 +364,9 @@ def _rename_for(model: nn.Module, weights: Weights) -> tuple[Tensors, list[str]]
     tensors = weights.tensors
     if len(model_keys & weights.raw.keys()) > len(model_keys & tensors.keys()):
         tensors = weights.raw
+    parts = {key.partition(".")[0] for key in weights.raw}
+    if "backbone" in parts and parts - {"backbone", "neck", "head"}:
+        remarks.append(f"not used, as they are no encoder: {shorten(sorted(parts - {'backbone'}))}")
     if CLS_TOKEN_MLP in tensors and CLS_TOKEN_MLP not in model_keys:
         tensors = fold_cls_token(tensors)
         remarks.append("the MLP on the class token is folded into the token")

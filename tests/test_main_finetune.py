@@ -1,4 +1,5 @@
 import argparse
+import csv
 import json
 import re
 import shutil
@@ -252,7 +253,7 @@ def an_official_file(path, **options):
 
 
 @pytest.mark.parametrize("pool", ["avg", "token"])
-def test_eval_of_foreign_files(labelled, tmp_path, pool):
+def test_eval_of_foreign_files(labelled, tmp_path, capsys, pool):
     """MAE's fine-tuned layout (fc_norm, no norm) and timm's (norm, safetensors): the keys tell the pooling."""
     model = an_official_file(tmp_path / "official.pth", global_pool=pool)
     save_file(model.state_dict(), tmp_path / "timm.safetensors")
@@ -267,6 +268,18 @@ def test_eval_of_foreign_files(labelled, tmp_path, pool):
         result = evaluate(labelled, tmp_path / name)
         assert result["num_images"] == 7
         assert result["top1"] == pytest.approx(100 * num_right / 7)
+        path = str(tmp_path / name)
+        note = f"note: {path!r} does not say how its model sees images: they are seen by ImageNet's mean and deviation"
+        assert f"{note}, with MAE's crop\n" in capsys.readouterr().out
+
+
+def test_classes_in_timm_s_config_are_compared(labelled, tmp_path, capsys):
+    model = an_official_file(tmp_path / "official.pth", global_pool="avg")
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    config = {"pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3, "crop_pct": 0.9}, "label_names": ["owl", "fox"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = ["--eval", "--resume", tmp_path]
+    assert "only one of them has cat, dog, fox, owl" in finetune.refused(capsys, labelled, tmp_path / "out", *flags)
 
 
 def test_eval_of_another_kind_of_encoder_without_settings(labelled, tmp_path):
@@ -373,6 +386,8 @@ def test_a_probe_s_running_statistics_are_the_checkpoint_s_in_every_process(labe
         ("--input_size 32 48 64", "--input_size takes one or two numbers, got [32, 48, 64]"),
         ("--input_size 30", "30 x 30 is not divisible by --patch_size 4"),
         ("--eval", "--eval needs --resume"),
+        ("--eval_split test", "--predictions and --eval_split are for --eval"),
+        ("--eval --resume {tmp}/ours.pth --predictions {tmp}/no/file.csv", "lies in a folder that does not exist"),
         ("--eval --resume {pretrained}", "holds no classifier (no head.weight): fine-tune the encoder first"),
         ("--eval --resume {tmp}/ten.pth", "has 10 classes, the data 2"),
         ("--eval --resume {tmp}/ours.pth", "only one of them has cat, dog, fox, owl"),
@@ -412,6 +427,40 @@ def save_classifier_of_foxes_and_owls(folder):
     model = VisionTransformer(**SIZES)
     meta = {"settings": settings, "classes": ["fox", "owl"]}
     save_checkpoint(folder, "ours", {"model": model.state_dict()}, meta).rename(folder / "ours.pth")
+
+
+def test_predictions_are_those_that_are_scored(labelled, undisturbed_run, tmp_path):
+    shutil.copytree(labelled, tmp_path / "data")
+    shutil.copytree(labelled / "train", tmp_path / "data" / "test")
+    file = tmp_path / "predictions.csv"
+    run = undisturbed_run(finetune, labelled)
+    scores = evaluate(tmp_path / "data", run, "--eval_split", "test", "--predictions", file)
+    with open(file, newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    images = open_images("folder", tmp_path / "data", "test", labelled=True)
+    assert [row["image"] for row in rows] == [images.path(i) for i in range(len(images))]
+    assert len(rows) == scores["num_images"]
+    hits = 0
+    for row in rows:
+        cat, dog = float(row["cat"]), float(row["dog"])
+        assert cat + dog == pytest.approx(1, abs=1e-5)
+        hits += row["class"] == ("cat" if cat > dog else "dog")
+        assert f"/{row['class']}/" in row["image"]
+    assert scores["top1"] == pytest.approx(100 * hits / len(rows))
+
+
+def test_validation_images_may_lack_a_class(tmp_path):
+    """Labels of the others are those of training. It is noted."""
+    for split, names in (("train", "ant bee cat"), ("val", "ant cat")):
+        for name in names.split():
+            for i in range(2):
+                (tmp_path / split / name).mkdir(parents=True, exist_ok=True)
+                write_photo(tmp_path / split / name / f"{i}.jpg", seed=i)
+    args = main_finetune.parse_args(["--data_path", str(tmp_path)])[1]
+    images, val_images = main_finetune.open_data(args)
+    assert val_images.classes == images.classes == ["ant", "bee", "cat"]
+    assert [val_images.load(i)[1] for i in range(4)] == [0, 0, 2, 2]
+    assert val_images.notes == [f"note: {str(tmp_path / 'val')!r} has no image of bee"]
 
 
 @pytest.mark.parametrize(

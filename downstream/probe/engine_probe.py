@@ -159,9 +159,12 @@ class Probing:
         self.encoder = encoder.to(session.process.device)
         self.images = images
         self.val_images = val_images
-        batch_size, self.accum_iter, _ = split_batch(
-            args.batch_size, None, args.total_batch_size, session.process.world_size, MAX_BATCH_SIZE
-        )
+        batch_size = args.batch_size or MAX_BATCH_SIZE
+        self.accum_iter = 1
+        if set(args.probes) - {"knn"}:  # heads are trained
+            batch_size, self.accum_iter, _ = split_batch(
+                args.batch_size, None, args.total_batch_size, session.process.world_size, MAX_BATCH_SIZE
+            )
         self.context = session.make_context(args, normalize, batch_size)
         self.training, self.held_out = split_held_out(len(images))
         if set(args.probes) - {"knn"} and len(self.training) < args.total_batch_size:

@@ -22,7 +22,7 @@ from downstream.probe.engine_probe import GRID, HELD_OUT, Probing
 from downstream.probe.models import FrozenEncoder, open_encoder, open_timm_model
 from util import collectives
 from util.data.folders import refuse_inside_data
-from util.data.images import Images, check_splits
+from util.data.images import Images, match_splits
 from util.data.open import open_everywhere
 from util.data.statistics import complete_settings, normalizer
 from util.evaluate.knn import TEMPERATURE
@@ -31,7 +31,7 @@ from util.evaluate.session import evaluation_session
 from util.run import checkpoint, flags
 from util.run.cli import Parser, run_program
 from util.run.distributed import PRECISIONS, precision
-from util.run.flags import add_all_valid_flag, add_data_flags
+from util.run.flags import add_all_valid_flag, add_data_flags, add_eval_split_flag
 from util.tables import markdown_table
 
 PROGRAM = "main_probe.py"
@@ -56,6 +56,7 @@ def get_args_parser() -> Parser:
     protocol("--seed", type=int, default=0, at_least=0, help="seed of first weights, shuffling and augmentation")
     data = parser.add_argument_group("data")
     add_data_flags(data)
+    add_eval_split_flag(data)
     add_all_valid_flag(data)
 
     run = parser.add_argument_group("run").add_argument
@@ -108,8 +109,8 @@ def open_data(args: argparse.Namespace, in_chans: int, pixel_settings: Mapping[s
     """Opens train/ and val/ as the encoder reads images. ValueError unless both have the same classes and format."""
     settings = {"in_chans": in_chans, **pixel_settings}
     images = open_everywhere(args, "train", True, args.max_bad_fraction, settings)
-    val_images = open_everywhere(args, "val", True, pixel_settings=settings)
-    check_splits(images, val_images)
+    val_images = open_everywhere(args, args.eval_split, True, pixel_settings=settings)
+    match_splits(images, val_images)
     return images, val_images
 
 

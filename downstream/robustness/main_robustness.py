@@ -21,7 +21,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from downstream.robustness.benchmarks import BENCHMARKS, Benchmark
-from encoders.classifiers import load_classifier
+from encoders.classifiers import load_classifier, note_on_view
 from engine_finetune import evaluate_images
 from util import collectives
 from util.data.images import FolderImages, check_classes, refuse_single_class
@@ -330,6 +330,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         normalize = normalizer(classifier_settings, RGB8)
         where = f"{precision_name} on {count_of(process.world_size, 'process')}"
         session.print(f"{weights.path}, {where}; checking the images first")
+        session.print(*note_on_view(classifier_settings, weights.path))
         parts = collectives.run_on_rank0(lambda: find_parts(args, wnids))
         results = ResultsFile(
             Path(args.output_dir) / RESULTS,

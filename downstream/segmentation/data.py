@@ -285,10 +285,15 @@ class SegmentationAugment:
         return self.pad(img, labels)
 
     def choose_crop(self, labels: torch.Tensor, draws: Sequence[float]) -> tuple[slice, slice]:
-        """Returns the rows and columns of the first crop whose classes are balanced, or of the last try."""
+        """Returns the rows and columns of the first crop whose classes are balanced, or of the last try.
+
+        With `cat_max_ratio` 1 the first crop is taken, whatever it shows.
+        """
         for u_top, u_left in zip(draws[::2], draws[1::2], strict=True):
             rows = place_crop(u_top, labels.shape[0], self.size[0])
             columns = place_crop(u_left, labels.shape[1], self.size[1])
+            if self.cat_max_ratio == 1:
+                break
             counts = labels[rows, columns].flatten().bincount(minlength=256)[:IGNORE]
             if (counts > 0).sum() > 1 and counts.max() < self.cat_max_ratio * counts.sum():
                 break

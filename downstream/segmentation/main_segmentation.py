@@ -108,7 +108,9 @@ def get_args_parser() -> Parser:
         help="longest and shortest side to which an image is scaled",
     )
     augmentation("--ratio_range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="random factor on --image_scale")
-    augmentation("--cat_max_ratio", type=float, help="largest share of one class in a crop, if 10 tries find one")
+    augmentation(
+        "--cat_max_ratio", type=float, help="largest share of one class in a crop, if 10 tries find one; 1: any"
+    )
     augmentation("--photometric", action=boolean, help="distort the colours")
     groups["evaluation"].add_argument("--stride", type=int, at_least=1, help="pixels from one window to the next")
     return parser

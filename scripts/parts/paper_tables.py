@@ -268,7 +268,10 @@ OTHER_EVALUATION = {
         "mIoU 48.15, mAcc 58.99, aAcc 83.05",
         "MAE, 1600 epochs; the community's reproduction in mmsegmentation",
     ),
-    "ade20k_linear_vit_base": ("-", "none for this size; MAE's ViT-H: mIoU 35.2, by Pixio's authors, own weight decay"),
+    "ade20k_linear_vit_base": (
+        "-",
+        "none for this size; MAE's ViT-H: mIoU 35.2, by Pixio's authors, other head, crop and length, best epoch",
+    ),
     "coco_mask_rcnn_vit_base_mae": ("AP box 51.6, AP mask 45.9", "MAE, 1600 epochs; ViTDet's release, batch 64"),
 }
 

@@ -25,7 +25,7 @@ from util.data.folders import MissingSplit, find_samples
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels
 from util.data.pixel_format import RGB8, FormatError, PixelFormat, read_format, read_pixels
 from util.lazy import LazyModule
-from util.text import count_of
+from util.text import count_of, shorten
 
 torchvision = LazyModule("torchvision")
 
@@ -110,6 +110,22 @@ class Images:
 
     def check(self, max_bad_fraction: float = 0.0) -> None:
         """Looks at the files before training. ImageError if more than that share of images is bad."""
+
+    def use_classes(self, classes: Sequence[str], whose: str) -> None:
+        """Numbers the labels as in `classes`, which may have more classes than these images. They are noted.
+
+        whose: where `classes` come from, for messages. ValueError if a class of these images is not among them.
+        """
+        if list(classes) == self.classes:
+            return
+        if not set(self.classes) <= set(classes):
+            check_classes(classes, self.classes, whose, f"{str(self.root)!r}")
+        missing = [name for name in classes if name not in self.classes]
+        if missing:
+            self.notes.append(f"note: {str(self.root)!r} has no image of {shorten(missing, 5)}")
+        positions = [list(classes).index(name) for name in self.classes]
+        self.labels = np.array(positions, np.int64)[self.labels]
+        self.classes = list(classes)
 
     def load(self, i: int) -> tuple[np.ndarray, int]:
         """Returns ([H, W, C] in `pixel_format`, label); ImageError names the file.
@@ -450,6 +466,12 @@ def refuse_single_class(images: Any, split: str) -> None:
 
 def has_one_label(images: Any) -> bool:
     return bool((images.labels == images.labels[0]).all())
+
+
+def match_splits(images: Images, val_images: Images) -> None:
+    """Numbers the classes of validation images as those of the training images. Errors: see `check_splits`."""
+    val_images.use_classes(images.classes, "the training data")
+    check_splits(images, val_images)
 
 
 def check_splits(images: Any, val_images: Any) -> None:

@@ -203,6 +203,17 @@ def add_all_valid_flag(group: FlagContainer, purpose: str = "") -> None:
     )
 
 
+def add_eval_split_flag(group: FlagContainer, purpose: str = "") -> None:
+    """Adds the images on which a trained model is evaluated. purpose: what it is for, in the help text."""
+    group.add_argument(
+        "--eval_split",
+        changes="nothing",
+        default="val",
+        choices=("val", "test"),
+        help=f"{purpose}the images that are evaluated; val is test where there is no val",
+    )
+
+
 def add_loading_flags(group: FlagGroup) -> None:
     """Adds unreadable images and workers."""
     flag = group.add_argument

@@ -116,6 +116,16 @@ def test_the_backbone_begins_as_the_pretrained_vit_without_class_tokens(num_cls_
     torch.testing.assert_close(model(imgs).flatten(2).transpose(1, 2), x, rtol=1e-4, atol=1e-5)
 
 
+def test_weights_that_are_no_encoder_are_named(tmp_path):
+    """Of a detector, the backbone alone begins another detector's."""
+    backbone = ViTDet(**SMALL)
+    content = {f"backbone.{name}": value for name, value in backbone.state_dict().items()}
+    content |= {"rpn.weight": torch.zeros(1), "roi_heads.weight": torch.zeros(1)}
+    torch.save({"model": content}, tmp_path / "detector.pth")
+    report = load_encoder(ViTDet(**SMALL), tmp_path / "detector.pth")
+    assert str(report).endswith("not used, as they are no encoder: roi_heads, rpn")
+
+
 def test_windowed_blocks_see_their_window_and_global_blocks_everything():
     model = randomise(ViTDet(**EIGHT_BLOCKS)).double()
     assert model.global_blocks == (1, 3, 5, 7)

@@ -207,6 +207,13 @@ def test_bad_flags_are_refused(encoder, data, tmp_path, capsys, never_computed, 
     assert not (tmp_path / "out" / "probe.json").exists()
 
 
+def test_knn_alone_needs_no_batch_of_heads(encoder, data, tmp_path):
+    """1024 images do not divide into micro-batches of 100."""
+    flags = ["--probes", "knn", "--num_workers", "0", "--device", "cpu", "--batch_size", "100"]
+    main_probe.main([str(encoder), *flags, "--data_path", str(data), "--output_dir", str(tmp_path)])
+    assert (tmp_path / "probe.json").exists()
+
+
 def test_knn_of_features_that_are_not_finite_is_refused(encoder, data, tmp_path, capsys, monkeypatch):
     """One image of the 10 in val/, which come after the 24 in train/, has a feature that is NaN."""
     image = 24 + 3

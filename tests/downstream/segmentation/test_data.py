@@ -311,6 +311,13 @@ def is_balanced(labels, top, left):
     return len(shares) > 1 and max(shares) < 0.75
 
 
+def test_the_first_crop_is_taken_if_any_share_of_a_class_will_do():
+    augment = SegmentationAugment((8, 8), 0, (0, 0, 0), cat_max_ratio=1)
+    draws = np.random.default_rng(0).uniform(size=20).tolist()
+    rows, columns = augment.choose_crop(torch.zeros(40, 40, dtype=torch.uint8), draws)
+    assert (rows.start, columns.start) == (int(draws[0] * 33), int(draws[1] * 33))
+
+
 def test_crops_are_drawn_until_their_classes_are_balanced():
     """Against the rule for each try. The corner of another class makes most first tries fail."""
     labels = torch.zeros(40, 40, dtype=torch.uint8)
