@@ -408,7 +408,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
         schedule = schedule_by_epochs(args, run.plan, loader.steps_per_epoch)
         training = run.begin_training(model, optimizer, dataset, schedule, describe_model(model, statistics))
         training.announce(summary_rows(args, model, images))
-        if not args.grow_size:  # an image then costs the same in all steps
+        # An image costs the same in all steps, unless images grow, or AMT's counts change with its first maps.
+        if not args.grow_size and not args.model.startswith("amt"):
             report_utilization(training.loop, partial(forward_gmac, vars(args), build_model))
 
         between: list[BetweenSteps] = [Pictures(training, model, images)]

@@ -1,8 +1,8 @@
 """A live signal during pre-training: k-nearest-neighbour accuracy and RankMe of the encoder, every few epochs.
 
 The bank holds training images, the queries are images of val/, both in the evaluation view. The evaluation draws no
-random numbers and leaves no state, so a run has the same weights with and without it. It comes after the checkpoint is
-saved: if the run is killed meanwhile, the next start makes up for it.
+random numbers and leaves no state, so a run has the same weights with and without it. If the run is killed meanwhile,
+the next start makes up for it.
 """
 
 import argparse

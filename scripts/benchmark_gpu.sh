@@ -13,7 +13,7 @@
 #     PRMIM_SETUP=0            use the current environment instead of making one
 set -euo pipefail
 unset CDPATH # with it, cd may print another folder
-if ! command -v nvidia-smi >/dev/null || ! nvidia-smi --list-gpus | grep -q GPU; then
+if ! command -v nvidia-smi >/dev/null || ! nvidia-smi --list-gpus | grep GPU >/dev/null; then
     echo "benchmark_gpu.sh: error: no NVIDIA GPU here (nvidia-smi lists none)" >&2
     exit 1
 fi

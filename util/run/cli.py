@@ -8,6 +8,7 @@ import re
 import select
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -348,8 +349,31 @@ def run_program(main: Callable[[], object], prog: str) -> None:
         if not _is_output_closed():
             raise
         _die_of(signal.SIGPIPE)
+    except SystemExit as stop:
+        if stop.code and _has_nccl_group():
+            _exit_now(stop.code if isinstance(stop.code, int) else 1)
+        raise
+    except Exception:
+        if _has_nccl_group():
+            traceback.print_exc()
+            _exit_now(1)
+        raise
     if finished is False:
         sys.exit(TEMPORARY)
+
+
+def _has_nccl_group() -> bool:
+    """Whether the process has not left an NCCL group. The interpreter's end would then wait for ranks that may hang."""
+    distributed = sys.modules.get("torch.distributed")  # a program that trains has loaded it
+    return distributed is not None and distributed.is_initialized() and distributed.get_backend() == "nccl"
+
+
+def _exit_now(code: int) -> NoReturn:
+    """Ends the process without the interpreter's own end."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
 
 
 def _is_output_closed() -> bool:

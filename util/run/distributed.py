@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import threading
 from collections.abc import Callable, Mapping
@@ -44,13 +45,19 @@ def init_process(device: str = "auto", timeout_minutes: float = 30, join_timeout
     Without such an environment the run is this one process. timeout_minutes: of each collective. join_timeout: if the
     others have not joined after so many seconds, the process ends with exit code 75.
 
-    Raises ValueError if the environment is incomplete, or if the device does not exist.
+    Raises ValueError if the environment is incomplete, or if the device does not exist. OSError if the GPUs of a SLURM
+    job are not there, which another node may have.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"unknown device {device!r}, choose from auto, cpu, cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but torch sees no GPU: check nvidia-smi, or use --device cpu")
     use_cuda = device != "cpu" and torch.cuda.is_available()
+    gpus_of_job = os.environ.get("SLURM_JOB_GPUS", "")
+    if device == "auto" and gpus_of_job and not use_cuda:
+        raise OSError(
+            f"SLURM gave this job GPUs ({gpus_of_job}), but torch sees none: a GPU or its driver may have failed"
+        )
     port_is_given = "MASTER_PORT" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
     slurm = slurm_environment(os.environ)
     os.environ.update(slurm)
@@ -168,6 +175,7 @@ def join_group(process: Process, timeout_minutes: float, port_is_given: bool) ->
     if process.local_world_size == process.world_size:
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"restart-{restarts}", store)
+    refuse_other_devices(process, store)
     backend = "gloo"
     gpu: torch.device | None = None
     if process.device.type == "cuda":
@@ -177,6 +185,21 @@ def join_group(process: Process, timeout_minutes: float, port_is_given: bool) ->
         backend, store=store, rank=process.rank, world_size=process.world_size, timeout=timeout, device_id=gpu
     )
     dist.all_reduce(torch.zeros(1, device=process.device))
+
+
+def refuse_other_devices(process: Process, store: dist.Store) -> None:
+    """OSError if this process has another kind of device than process 0: on one of their nodes the GPU may have failed.
+
+    Without it, some processes would wait in a group of gloo for those in a group of NCCL.
+    """
+    here = f"{process.device.type} on {socket.gethostname()}"
+    if process.is_main:
+        store.set("device", here)
+    first = store.get("device").decode()
+    if first.split()[0] != process.device.type:
+        raise OSError(
+            f"process 0 uses {first}, process {process.rank} uses {here}: a GPU or its driver may have failed"
+        )
 
 
 def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -221,10 +244,14 @@ def tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def shut_down() -> None:
-    """Leaves the process group, if there is one."""
+def shut_down(after_error: bool = False) -> None:
+    """Leaves the process group, if there is one.
+
+    after_error: of this process, maybe not of the others. To leave an NCCL group would then wait for them, so the group
+    is left as it is, see `util.run.cli.run_program`.
+    """
     collectives.settle_threads()
-    if dist.is_initialized():
+    if dist.is_initialized() and not (after_error and dist.get_backend() == "nccl"):
         dist.destroy_process_group()
 
 

@@ -26,13 +26,16 @@ from util.text import count_of
 def exit_code(error: Exception) -> int:
     """Returns 3: values not finite; 4: unusable checkpoint; 75: I/O error, start again; 2: any other user error.
 
-    A missing permission is the user's error: it would be missing again.
+    A missing permission is the user's error: it would be missing again. A process on another host that has the folder
+    may be the hung one of an earlier start, whose watchdog ends it.
     """
     if isinstance(error, FloatingPointError):
         return 3
     if isinstance(error, CheckpointError):
         return 4
     if isinstance(error, OSError) and not isinstance(error, PermissionError):
+        return TEMPORARY
+    if isinstance(error, FolderInUse) and error.is_elsewhere:
         return TEMPORARY
     return 2
 
@@ -110,8 +113,11 @@ def exit_on_setup_errors(parser: argparse.ArgumentParser) -> Iterator[SetUp]:
         known = (ValueError, FloatingPointError, OSError)
         if not isinstance(error, Exception) or not (isinstance(error, known) or is_full_gpu(error)):
             raise
-        distributed.shut_down()
-        refuse(parser, error, "; start the same command again" if isinstance(error, OSError) else "")
+        may_pass = exit_code(error) == TEMPORARY
+        try:
+            refuse(parser, error, "; start the same command again" if may_pass else "")
+        finally:
+            distributed.shut_down(after_error=True)
 
 
 def refuse_training_error(

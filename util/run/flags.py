@@ -421,6 +421,7 @@ def make_plan(args: argparse.Namespace, process: Process, default_batch_size: in
         raise ValueError(f"--min_lr {args.min_lr:g} lies above the peak learning rate, {lr:g}: lower it")
     workers = num_workers(args, process)
     name = precision(args.precision, process.device).name
+    collectives.refuse_differences({"--precision": name}, "precision of the GPUs")
     return Plan(batch_size, accum_iter, total, lr, workers, process.device.type, name)
 
 

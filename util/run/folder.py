@@ -107,7 +107,11 @@ def refuse_foreign_files(folder: Path) -> None:
 
 
 class FolderInUse(ValueError):
-    """Another process works in the output folder."""
+    """Another process works in the output folder. is_elsewhere: on another host, as far as is known."""
+
+    def __init__(self, message: str, is_elsewhere: bool = False) -> None:
+        super().__init__(message)
+        self.is_elsewhere = is_elsewhere
 
 
 class FolderLock:
@@ -142,10 +146,12 @@ class FolderLock:
                     return
                 self.file.seek(0)
                 holder = self.file.read().strip() or "another process"
-                if holder.endswith(f" on {here}") or time.monotonic() > end:
+                is_here = holder.endswith(f" on {here}")
+                if is_here or time.monotonic() > end:
                     raise FolderInUse(
                         f"--output_dir {str(folder)!r} is in use by {holder}: wait for it, stop it, or choose another "
-                        f"folder; if that process is gone, remove {LOCK} there"
+                        f"folder; if that process is gone, remove {LOCK} there",
+                        is_elsewhere=not is_here,
                     ) from error
             time.sleep(2)
         self.file.truncate(0)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from util.collectives import all_reduce_sum, run_on_rank0
 from util.data.images import ImageError
@@ -221,13 +222,18 @@ class CheckpointSaver:
         so they wait for rank 0.
         """
         is_data_lost = kind is not None and issubclass(kind, (LoaderError, ImageError))
-        if is_data_lost and self.start.process.world_size == 1 and self.loop.num_micro == 0:
+        if is_data_lost and self.start.process.world_size == 1 and self.is_at_whole_step():
             self.save(final=True)
         if kind is FloatingPointError:
             self.finish()
         with self.waiting():
             self.join()
         self.thread.shutdown()
+
+    def is_at_whole_step(self) -> bool:
+        """Whether the model is as the last step left it. Micro-batches change its running statistics alone."""
+        has_statistics = any(isinstance(module, _BatchNorm) for module in self.model.modules())
+        return self.loop.num_micro == 0 or not has_statistics
 
     def step_of_weights(self) -> int:
         """Returns the step that made the current weights: the last finite one. It waits for the device."""

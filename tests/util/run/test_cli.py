@@ -207,6 +207,18 @@ def test_ctrl_c_stops_a_loop_of_a_shell():
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "1\n", "x.py: interrupted\n")
 
 
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize(("body", "code"), [("sys.exit(2)", 2), ("raise KeyError('a bug')", 1), ("pass", 0)])
+def test_a_failed_process_does_not_wait_for_the_other_ranks_of_nccl(backend, body, code):
+    """The interpreter's end, which runs what atexit holds, would wait for them."""
+    group = f"SimpleNamespace(is_initialized=lambda: True, get_backend=lambda: '{backend}')"
+    begin = "import atexit; from types import SimpleNamespace; atexit.register(print, 'the end'); "
+    done = run_main(f"{begin}sys.modules['torch.distributed'] = {group}; {body}")
+    assert done.returncode == code
+    assert done.stdout == ("" if backend == "nccl" and code else "the end\n")
+    assert ("KeyError: 'a bug'" in done.stderr) == (code == 1)
+
+
 @pytest.mark.fault("U59", "a script's output goes to a program that stops reading", "it ends silently, by SIGPIPE")
 def test_a_closed_pipe_ends_a_program_silently():
     reader, writer = os.pipe()

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.until import wait_until
 from util import collectives
@@ -109,7 +110,7 @@ def test_a_process_uses_its_own_gpu(monkeypatch, num_gpus, environment, chosen):
 def test_nccl_connects_at_once_on_the_gpu_of_the_process(monkeypatch, device, backend, bound):
     calls = []
     stand_in = SimpleNamespace(
-        rendezvous=lambda *_, **__: iter([("store",)]),
+        rendezvous=lambda *_, **__: iter([(dist.HashStore(),)]),
         PrefixStore=lambda prefix, store: store,
         init_process_group=lambda name, device_id, **_: calls.append((name, device_id and str(device_id))),
         all_reduce=lambda tensor: None,
@@ -119,6 +120,24 @@ def test_nccl_connects_at_once_on_the_gpu_of_the_process(monkeypatch, device, ba
     monkeypatch.replace_in(distributed, "torch.zeros", lambda *_, **__: None)
     distributed.join_group(Process(torch.device(device)), 30, False)
     assert calls == [(backend, bound)]
+
+
+@pytest.mark.fault("F70", "one node of several has no GPU", "exit code 75, with its name")
+def test_processes_with_other_devices_are_named():
+    store = dist.HashStore()
+    distributed.refuse_other_devices(Process(torch.device("cuda", 0), 0, 3), store)
+    distributed.refuse_other_devices(Process(torch.device("cuda", 1), 1, 3), store)
+    here = socket.gethostname()
+    with pytest.raises(OSError, match=f"process 0 uses cuda on {here}, process 2 uses cpu on {here}: a GPU or its"):
+        distributed.refuse_other_devices(Process(torch.device("cpu"), 2, 3), store)
+
+
+def test_a_job_whose_gpus_are_not_there_may_start_again(monkeypatch):
+    monkeypatch.replace_in(distributed, "torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("SLURM_JOB_GPUS", "0,1")
+    with pytest.raises(OSError, match=r"SLURM gave this job GPUs \(0,1\), but torch sees none"):
+        distributed.init_process("auto")
+    assert distributed.init_process("cpu").device.type == "cpu"
 
 
 def take_a_port_of_slurm(listener, job):

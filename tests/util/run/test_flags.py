@@ -49,10 +49,21 @@ def test_the_batch_size_of_a_process_fits_the_total_by_itself(flags, world_size,
 )
 def test_a_pretraining_on_gpus_takes_micro_batches_that_fill_them(monkeypatch, command, memory, expected):
     _, args = main_pretrain.parse_args(command.split())
-    monkeypatch.setattr(flags.collectives, "gather_objects", lambda value: memory)
+    monkeypatch.setattr(flags, "least_memory", lambda process: min(memory))
     process = Process(torch.device("cpu"), world_size=4)
     plan = make_plan(args, process, images_per_gb=main_pretrain.images_per_gb(args))
     assert (plan.batch_size, plan.accum_iter) == expected
+
+
+def test_gpus_of_two_precisions_are_refused(monkeypatch):
+    """--precision auto is fp16 on a V100 and bf16 on an A100: their gradients must not be added."""
+    monkeypatch.setattr(flags, "least_memory", lambda process: 0)
+    monkeypatch.setattr(flags.collectives, "gather_objects", lambda value: [value, {"--precision": "fp16"}])
+    _, args = main_pretrain.parse_args([])
+    with pytest.raises(
+        ValueError, match="same precision of the GPUs, but --precision is fp32 on rank 0 and fp16 on ra"
+    ):
+        make_plan(args, Process(torch.device("cpu"), world_size=2))
 
 
 @pytest.mark.parametrize(

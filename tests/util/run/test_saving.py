@@ -233,15 +233,18 @@ def test_the_write_in_flight_is_complete_before_the_process_leaves(tmp_path, gat
 
 @pytest.mark.parametrize("error", [LoaderError("a worker was lost"), ImageError("a broken image")])
 @pytest.mark.parametrize(
-    ("num_micro", "world_size", "saved"),
+    ("num_micro", "world_size", "model", "saved"),
     [
-        (0, 1, [7]),
-        (1, 1, []),  # inside a step: running statistics may have changed
-        (0, 2, []),  # the other rank does not know of it
+        (0, 1, torch.nn.BatchNorm1d(2), [7]),
+        (1, 1, torch.nn.BatchNorm1d(2), []),  # inside a step: running statistics have changed
+        (1, 1, torch.nn.Linear(2, 2), [7]),
+        (0, 2, torch.nn.Linear(2, 2), []),  # the other rank does not know of it
     ],
 )
-def test_whole_steps_are_saved_if_the_data_of_a_single_process_fails(tmp_path, error, num_micro, world_size, saved):
-    saver = a_saver(tmp_path, step=7, world_size=world_size)
+def test_whole_steps_are_saved_if_the_data_of_a_single_process_fails(
+    tmp_path, error, num_micro, world_size, model, saved
+):
+    saver = a_saver(tmp_path, model, step=7, world_size=world_size)
     saver.loop.num_micro = num_micro
     with pytest.raises(type(error)), saver:
         raise error
