@@ -29,7 +29,7 @@ from util.data.images import check_classes, match_splits
 from util.data.open import open_everywhere
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import Statistics, normalizer
-from util.data.transforms import FinetuneAugment, RandomResizedCropFlip, ResizeCenterCrop
+from util.data.transforms import FinetuneAugment, RandomResizedCropFlip, RandomVerticalFlip, ResizeCenterCrop
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.loop import EvalContext
 from util.evaluate.results import Evaluation
@@ -272,7 +272,7 @@ def make_augmentation(
         augment = FinetuneAugment(
             img_size, args.seed, args.crop_scale, args.aa, args.color_jitter, reference, hflip=args.hflip
         )
-        return augment, []
+        return with_vflip(augment, args), []
     notes = []
     for name in ("aa", "color_jitter"):
         value = getattr(args, name)
@@ -283,7 +283,14 @@ def make_augmentation(
     crop = RandomResizedCropFlip(
         img_size, args.seed, args.crop_scale, clip=bool(args.clip_crop), reference=reference, hflip=args.hflip
     )
-    return crop, notes
+    return with_vflip(crop, args), notes
+
+
+def with_vflip(augment: Callable, args: argparse.Namespace) -> Callable:
+    """Adds random vertical flips to an augmentation if the flags ask for them."""
+    if args.vflip:
+        return RandomVerticalFlip(augment, args.seed)
+    return augment
 
 
 def make_batch_augmentation(args: argparse.Namespace, num_classes: int, device: torch.device) -> BatchAugmentation:

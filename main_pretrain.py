@@ -361,6 +361,8 @@ class Pictures:
 def check_flags(args: argparse.Namespace, plan: Plan) -> None:
     """ValueError if flags cannot work together. The model is tried out on the meta device, before images are read."""
     check_own_flags(vars(args))
+    if args.vflip and args.sampling == "attention":
+        raise ValueError("--vflip does not go with --sampling attention, whose maps are mirrored left to right alone")
     with torch.device("meta"):
         build_model(vars(args), read_files=False)
 

@@ -11,6 +11,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import main_finetune
+import main_pretrain
 from encoders import classifiers
 from models_vit import VisionTransformer
 from scripts.export import export
@@ -35,6 +36,7 @@ from util.data.transforms import Normalize, ResizeCenterCrop
 from util.evaluate import evaluator
 from util.run import checkpoint
 from util.run.checkpoint import newest_checkpoint, save_checkpoint
+from util.run.loader import make_augmentation
 from util.run.saving import CheckpointSaver
 
 
@@ -466,16 +468,26 @@ def test_validation_images_may_lack_a_class(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "pixels"), [([], RGB8), (["--clip_crop"], RGB8), ([], PixelFormat(2, "uint16"))], ids=str
 )
-@pytest.mark.parametrize(("switch", "num_mirrored"), [("--hflip", range(5, 16)), ("--no-hflip", range(1))])
-def test_images_are_mirrored_unless_left_and_right_differ_in_meaning(flags, pixels, switch, num_mirrored):
-    args = main_finetune.parse_args(["--aa", "none", switch, *flags])[1]
-    augment, _ = main_finetune.make_augmentation(args, (8, 8), pixels, set())
-    brighter_to_the_right = torch.arange(40).expand(pixels.channels, 40, 40).to(getattr(torch, pixels.dtype))
-    mirrored = 0
-    for i in range(20):
-        img = augment(brighter_to_the_right, 0, i).int()
-        mirrored += int(img[0, 0, 0] > img[0, 0, -1])
-    assert mirrored in num_mirrored
+@pytest.mark.parametrize("program", ["main_finetune", "main_pretrain"])
+@pytest.mark.parametrize(("switch", "place"), [("hflip", (0, -1)), ("vflip", (-1, 0))])
+def test_images_are_flipped_if_the_flags_say_so(program, flags, pixels, switch, place):
+    """The pixels of an image are brighter to the right, and those of another towards its lower edge."""
+    flipped = []
+    for value in (f"--{switch}", f"--no-{switch}"):
+        if program == "main_finetune":
+            args = main_finetune.parse_args(["--aa", "none", value, *flags])[1]
+            augment, _ = main_finetune.make_augmentation(args, (8, 8), pixels, set())
+        else:
+            args = main_pretrain.parse_args([value])[1]
+            augment = make_augmentation(args, (8, 8))
+        img = torch.arange(40).expand(pixels.channels, 40, 40).to(getattr(torch, pixels.dtype))
+        if switch == "vflip":
+            img = img.transpose(1, 2)
+        row, column = place
+        crops = [augment(img, 0, i).int()[0] for i in range(20)]
+        flipped.append(sum(int(crop[0, 0] > crop[row, column]) for crop in crops))
+    assert 5 <= flipped[0] <= 15
+    assert flipped[1] == 0
 
 
 def test_a_broken_validation_image_keeps_the_epoch(labelled, tmp_path, capsys):

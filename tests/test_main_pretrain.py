@@ -435,6 +435,7 @@ TEC = "--model tec_vit_micro_patch4"
         ("--warmup_epochs 3", "--warmup_epochs 3.0 must lie between 0 and --epochs 2"),
         ("--crop_scale 0 1", "--crop_scale must be two areas"),
         ("--crop_scale .5 1 --crop padded", "--crop_scale is of --crop resized, and does nothing with --crop padded"),
+        ("--vflip --sampling attention", "--vflip does not go with --sampling attention"),
         ("--device cuda", "torch sees no GPU"),
         ("--resume {tmp}/nowhere.pth", "no checkpoint at"),
         ("--output_dir {tmp}/file", "--output_dir"),

@@ -318,7 +318,7 @@ FLAGS = """
     recipe
     model input_size grow_size patch_size mask_ratio throw_ratio progressive sampling aggregation kernel_size applies_to
     norm_pix_loss decoder_depth decoder_embed_dim decoder_num_heads mask_unit num_cls_tokens
-    learned_pos_embed drop_path hflip decoder_order teacher att_topk att_tau
+    learned_pos_embed drop_path hflip vflip decoder_order teacher att_topk att_tau
     in_chans mean std nodata mask_band bands pretrained visible_source attention_start attention_every attention_crop
     batch_size accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed
     warmup_lr lr_schedule lr_steps clip_grad betas optimizer

@@ -141,7 +141,7 @@ def protocol_of(
     if "knn" in args.probes:
         protocol["knn_temperature"] = args.knn_temperature
     if set(args.probes) - {"knn"}:
-        for name in ("steps", "total_batch_size", "seed", "crop_scale", "hflip"):
+        for name in ("steps", "total_batch_size", "seed", "crop_scale", "hflip", "vflip"):
             protocol[name] = getattr(args, name)
         protocol["grid"] = GRID
         protocol["held_out"] = HELD_OUT

@@ -4,7 +4,7 @@ Images are uint8, uint16 or float32, with any number of channels, and keep their
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from util.addressed import AUGMENT, LIBRARY, addressed_numbers, addressed_seed, seeded_libraries
+from util.addressed import AUGMENT, LIBRARY, VFLIP, addressed_numbers, addressed_seed, seeded_libraries
 from util.data.pixel_format import RGB8, PixelFormat
 from util.lazy import LazyModule
 from util.pos_embed import height_and_width
@@ -43,11 +43,26 @@ class CropBox(NamedTuple):
     flip: bool  # the columns are mirrored
 
 
-def mirror(img: Tensor) -> Tensor:
-    """Reverses the columns of [C, H, W]. Those of uint16 as int16, because torch 2.11 does not flip uint16."""
+def mirror(img: Tensor, axis: int = -1) -> Tensor:
+    """Reverses the columns, or another axis, of [C, H, W]. torch 2.11 does not flip uint16: those as int16."""
     if img.dtype == torch.uint16:
-        return img.view(torch.int16).flip(-1).view(torch.uint16)
-    return img.flip(-1)
+        return img.view(torch.int16).flip(axis).view(torch.uint16)
+    return img.flip(axis)
+
+
+class RandomVerticalFlip:
+    """Turns half of the results of `transform` upside down, drawn from the sample's address."""
+
+    def __init__(self, transform: Callable[[Tensor, int, int], Tensor], seed: int) -> None:
+        self.transform = transform
+        self.seed = seed
+
+    def __call__(self, img: Tensor, epoch: int, index: int) -> Tensor:
+        """Transforms [C, H, W]. Returns [C, h, w] of the same type, contiguous."""
+        img = self.transform(img, epoch, index)
+        if addressed_numbers(VFLIP, self.seed, epoch, index, 1)[0] < 0.5:
+            img = mirror(img, axis=-2).contiguous()
+        return img
 
 
 class RandomResizedCropFlip:

@@ -137,6 +137,12 @@ def add_data_flags(group: FlagGroup) -> None:
     )
     flag("--crop_scale", type=float, nargs=2, help="smallest and largest area of the random crop")
     add_hflip_flag(group)
+    flag(
+        "--vflip",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="turn half of the training images upside down at random: for images without an up, as of microscopes",
+    )
     add_loading_flags(group)
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from util.data.datasets import AddressedDataset, StepBatchSampler, steps_per_epoch
 from util.data.loader import Loader
-from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip
+from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip, RandomVerticalFlip
 from util.run.distributed import Process
 from util.run.flags import Plan
 
@@ -109,12 +109,15 @@ class TrainLoader:
 
 
 def make_augmentation(args: argparse.Namespace, img_size: Sequence[int]) -> Callable:
-    """Returns the random crop and flip of the images of a pre-training."""
-    use_pillow = args.loader == "reference"
+    """Returns the random crop and flips of the images of a pre-training."""
+    options: dict[str, Any] = {
+        "interpolation": args.interpolation,
+        "reference": args.loader == "reference",
+        "hflip": args.hflip,
+    }
+    crop: Callable = RandomResizedCropFlip(img_size, args.seed, args.crop_scale, **options)
     if args.crop == "padded":
-        return PaddedCropFlip(
-            img_size, args.seed, interpolation=args.interpolation, reference=use_pillow, hflip=args.hflip
-        )
-    return RandomResizedCropFlip(
-        img_size, args.seed, args.crop_scale, interpolation=args.interpolation, reference=use_pillow, hflip=args.hflip
-    )
+        crop = PaddedCropFlip(img_size, args.seed, **options)
+    if args.vflip:
+        return RandomVerticalFlip(crop, args.seed)
+    return crop

@@ -15,6 +15,7 @@ from util.data.transforms import (
     FinetuneAugment,
     PaddedCropFlip,
     RandomResizedCropFlip,
+    RandomVerticalFlip,
     ResizeCenterCrop,
     reflected,
     resize,
@@ -208,6 +209,21 @@ def test_finetune_augmentation_draws_by_address():
     for i in reversed(range(20)):
         assert torch.equal(augment(img, 1, i), expected[i])
     assert generators() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.float32])
+def test_images_are_turned_upside_down_by_their_address(dtype):
+    crop = RandomResizedCropFlip(32, 3)
+    flip = RandomVerticalFlip(crop, 3)
+    img = random_image(50, 40).to(dtype)
+    flips = []
+    for i in range(40):
+        expected = crop(img, 1, i)
+        flips.append(not torch.equal(flip(img, 1, i), expected))
+        if flips[-1]:
+            expected = torch.stack(list(expected.movedim(1, 0))[::-1]).movedim(0, 1)
+        assert torch.equal(flip(img, 1, i), expected)
+    assert 10 < sum(flips) < 30
 
 
 def test_without_a_policy_the_crop_is_left():
