@@ -145,27 +145,28 @@ def evaluate_images(
 
 
 def write_predictions(
-    path: str, model: nn.Module, images: Images, transform: ResizeCenterCrop, context: EvalContext
+    path: Path, model: nn.Module, images: Images, transform: ResizeCenterCrop, context: EvalContext
 ) -> None:
-    """Rank 0 writes a CSV file with a row for each image: its path, its class, and the probability of each class."""
+    """Writes a CSV file with a row for each image: where it is, its class, and the probability of each class.
+
+    It runs the model on all images once more. All ranks must call it, and rank 0 writes.
+    """
 
     def encode(imgs: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"logits": model(imgs)}
 
     dataset = AddressedDataset(images, transform)
-    shares = extract_features(encode, model, dataset, range(len(images)), context)
-    probabilities = shares.values["logits"].softmax(dim=1).cpu()
-    rows: list[tuple] = []
-    for part in collectives.gather_objects(list(zip(shares.indices.tolist(), probabilities.tolist(), strict=True))):
-        rows += part
-    rows.sort()
+    share = extract_features(encode, model, dataset, range(len(images)), context)
+    indices = collectives.gather_rows(share.indices).cpu()
+    probabilities = collectives.gather_rows(share.values["logits"].softmax(dim=1)).cpu()
 
     def write() -> None:
-        with replaced_file(Path(path)) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
+        with replaced_file(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(["image", "class", *images.classes])
-            for index, values in rows:
-                numbers = [f"{value:.6g}" for value in values]
+            for place in indices.argsort().tolist():
+                index = int(indices[place])
+                numbers = [f"{value:.6g}" for value in probabilities[place].tolist()]
                 writer.writerow([images.path(index), images.classes[images.labels[index]], *numbers])
 
     collectives.run_on_rank0(write)

@@ -23,13 +23,14 @@ from encoders.classifiers import MODELS, build_classifier, load_classifier, note
 from encoders.load import load_encoder
 from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch, write_predictions
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
+from util import collectives
 from util.accuracy import accuracy_text
 from util.data.datasets import AddressedDataset, stack
 from util.data.images import check_classes, match_splits
 from util.data.open import open_everywhere
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import Statistics, normalizer
-from util.data.transforms import FinetuneAugment, RandomResizedCropFlip, RandomVerticalFlip, ResizeCenterCrop
+from util.data.transforms import FinetuneAugment, RandomResizedCropFlip, ResizeCenterCrop, with_vflip
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.loop import EvalContext
 from util.evaluate.results import Evaluation
@@ -37,7 +38,7 @@ from util.evaluate.session import Session, session_of_eval
 from util.lars import LARS
 from util.lazy import LazyModule
 from util.run.checkpoint import INVALID_SETTINGS, without_marks
-from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
+from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, prepare_file, run_program
 from util.run.flags import (
     Plan,
     add_all_valid_flag,
@@ -77,12 +78,13 @@ def get_args_parser() -> Parser:
         changes="nothing",
         action=boolean,
         default=False,
-        help="only evaluate the classifier at --resume on val/",
+        help="only evaluate the classifier at --resume on --eval_split",
     )
 
     parser.add_argument(
         "--predictions",
         changes="nothing",
+        type=Path,
         metavar="FILE.csv",
         help="with --eval: write the probability of each class for each image",
     )
@@ -272,7 +274,7 @@ def make_augmentation(
         augment = FinetuneAugment(
             img_size, args.seed, args.crop_scale, args.aa, args.color_jitter, reference, hflip=args.hflip
         )
-        return with_vflip(augment, args), []
+        return with_vflip(augment, args.vflip, args.seed), []
     notes = []
     for name in ("aa", "color_jitter"):
         value = getattr(args, name)
@@ -283,14 +285,7 @@ def make_augmentation(
     crop = RandomResizedCropFlip(
         img_size, args.seed, args.crop_scale, clip=bool(args.clip_crop), reference=reference, hflip=args.hflip
     )
-    return with_vflip(crop, args), notes
-
-
-def with_vflip(augment: Callable, args: argparse.Namespace) -> Callable:
-    """Adds random vertical flips to an augmentation if the flags ask for them."""
-    if args.vflip:
-        return RandomVerticalFlip(augment, args.seed)
-    return augment
+    return with_vflip(crop, args.vflip, args.seed), notes
 
 
 def make_batch_augmentation(args: argparse.Namespace, num_classes: int, device: torch.device) -> BatchAugmentation:
@@ -440,9 +435,11 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
 
 
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, float]:
-    """Evaluates the classifier at --resume on val/ and returns the result. given: flags that were set explicitly."""
-    if args.predictions and not Path(args.predictions).absolute().parent.is_dir():
-        raise ValueError(f"--predictions {args.predictions!r} lies in a folder that does not exist")
+    """Evaluates the classifier at --resume on --eval_split and returns the result.
+
+    given: flags that were set explicitly.
+    """
+    collectives.run_on_rank0(lambda: prepare_file("--predictions", args.predictions, (".csv",)))
     classifier = load_classifier(args.resume, crop_pct=args.crop_pct, mean=args.mean, std=args.std)
     settings = classifier.settings
     if args.all_valid:
@@ -462,12 +459,17 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
         )
     result = evaluate_model(classifier.model.to(context.device), images, view, context)
     session.print(*images.notes, *note_on_view(settings, args.resume))
-    if args.predictions:
+    scores = result.scores
+    where = f"{count_of(len(images), 'image')} in {images.root}"
+    session.finish(
+        result._replace(details={"data": str(images.root)}),
+        f"{accuracy_text(scores, digits=3)}, loss {scores['loss']:.4f} on {where}",
+        args.resume,
+        classifier.info.step,
+    )
+    if args.predictions is not None:
         write_predictions(args.predictions, classifier.model, images, view, context)
         session.print(f"probabilities of each image: {args.predictions}")
-    scores = result.scores
-    line = f"{accuracy_text(scores, digits=3)}, loss {scores['loss']:.4f} on {scores['num_images']} images"
-    session.finish(result, line, args.resume, classifier.info.step)
     return scores
 
 

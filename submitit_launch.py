@@ -31,7 +31,7 @@ from typing import Any
 import submitit
 
 from util.code_version import code_version, source_files, source_hash, write_version
-from util.run.cli import FINAL, PROGRESS, TEMPORARY, Parser, flags_given, run_program
+from util.run.cli import FINAL, PROGRESS, TEMPORARY, Parser, end_if_others_wait, flags_given, run_program
 
 # {name on the command line: module}. Modules of downstream/ are imported only if they are to be run.
 MAINS = {
@@ -98,6 +98,10 @@ class Task:
             # srun reports the other processes, which it kills, instead of this one: leave a note for `guard`.
             if stop.code in FINAL and job.cluster != "debug":
                 (job.paths.folder / f"exit-code-{job.job_id}").write_text(f"{stop.code}\n")
+            end_if_others_wait(stop)
+            raise
+        except Exception as error:
+            end_if_others_wait(error)
             raise
         if not finished and job.cluster != "debug":
             end_stopped(job, requeue)

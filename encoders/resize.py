@@ -35,7 +35,7 @@ def check_cls_tokens(
         raise CheckpointError(
             f"{label} holds an encoder with {count_of(number, 'class token')}, this {class_name} has {model_number}: "
             f"--num_cls_tokens {number} of main_pretrain.py and main_finetune.py makes a model that fits; "
-            "segmentation takes encoders of one"
+            "segmentation takes encoders with one class token alone"
         )
 
 

@@ -335,7 +335,7 @@ def run(args: argparse.Namespace) -> None:
     with suppress(ValueError):
         test = find_files(args.folders[0], "test", labelled=True)
         if test.root not in [files.root for files in sources.values()]:
-            print(f"note: {test.root} is not packed: training and evaluation read train and val")
+            print(f"note: {test.root} is not packed: --eval_split test needs {args.folders[0]}")
     for split, files in sources.items():
         images = open_source(files, destination / split, args)
         if args.verify:

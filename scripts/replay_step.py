@@ -200,7 +200,7 @@ def make_replay(found: Checkpoint, data_path: str | None, device: torch.device) 
     if settings["sampling"] == "attention":
         raise ValueError("the steps of --sampling attention also depend on maps, and cannot be repeated")
     settings["data_path"] = data_path or settings["data_path"]
-    args = argparse.Namespace(**settings)
+    args = argparse.Namespace(**{"vflip": False, **settings})  # runs of earlier commits have no such flag
     images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
     if images.fingerprint() != info.run.data.fingerprint:
         raise ValueError(f"the run had {info.run.data}; {settings['data_path']!r} holds others: give --data_path")

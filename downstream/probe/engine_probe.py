@@ -4,7 +4,7 @@ import argparse
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from util.accuracy import accuracies
 from util.data.datasets import AddressedDataset, StepBatchSampler, permutation, stack
 from util.data.images import Images
 from util.data.loader import Loader
-from util.data.transforms import Normalize, RandomResizedCropFlip, RandomVerticalFlip, ResizeCenterCrop
+from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop, with_vflip
 from util.evaluate.features import Features, extract_features
 from util.evaluate.knn import KnnProtocol, knn_accuracy
 from util.evaluate.loop import EvalContext, evaluation_batches
@@ -276,11 +276,7 @@ class Probing:
         img_size = self.encoder.img_size
         training: Any = ImageSubset(self.images, self.training)
         use_pillow = args.loader == "reference"
-        crop: Callable = RandomResizedCropFlip(
-            img_size, args.seed, args.crop_scale, reference=use_pillow, hflip=args.hflip
-        )
-        if args.vflip:
-            crop = RandomVerticalFlip(crop, args.seed)
+        crop = RandomResizedCropFlip(img_size, args.seed, args.crop_scale, reference=use_pillow, hflip=args.hflip)
         sampler = StepBatchSampler(
             num_samples=len(training),
             batch_size=self.context.batch_size,
@@ -292,7 +288,7 @@ class Probing:
             end_step=args.steps,
         )
         return Loader(
-            AddressedDataset(training, crop, replace=args.max_bad_fraction > 0),
+            AddressedDataset(training, with_vflip(crop, args.vflip, args.seed), replace=args.max_bad_fraction > 0),
             sampler,
             stack,
             num_workers=self.context.num_workers,

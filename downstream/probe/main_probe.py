@@ -141,8 +141,12 @@ def protocol_of(
     if "knn" in args.probes:
         protocol["knn_temperature"] = args.knn_temperature
     if set(args.probes) - {"knn"}:
-        for name in ("steps", "total_batch_size", "seed", "crop_scale", "hflip", "vflip"):
+        for name in ("steps", "total_batch_size", "seed", "crop_scale"):
             protocol[name] = getattr(args, name)
+        if not args.hflip:
+            protocol["hflip"] = False
+        if args.vflip:
+            protocol["vflip"] = True
         protocol["grid"] = GRID
         protocol["held_out"] = HELD_OUT
     return protocol

@@ -17,8 +17,8 @@ from typing import Any
 import submitit_launch
 from downstream.recipes import DOWNSTREAM_RECIPES
 from recipes import FINETUNE_RECIPES, RECIPES
+from util.pos_embed import height_and_width
 from util.run import checkpoint
-from util.run.cli import parse_with_recipe
 from util.run.folder import read_json
 
 RECIPES_OF: dict[str, Any] = {"main_pretrain": RECIPES, "main_finetune": FINETUNE_RECIPES, **DOWNSTREAM_RECIPES}
@@ -95,10 +95,14 @@ class Run:
         settings = read_json(self.folder / "settings.json")
         if self.recipe not in recipes or not settings:
             return []
-        parser = importlib.import_module(submitit_launch.MAINS[self.main]).get_args_parser()
-        expected = vars(parse_with_recipe(parser, recipes, ["--recipe", self.recipe, *flags]))
+        main = importlib.import_module(submitit_launch.MAINS[self.main])
+        parser, args = main.parse_args(["--recipe", self.recipe, *flags])
+        expected = json.loads(json.dumps(vars(args), default=str))
+        for sizes in (expected, settings):
+            if sizes.get("input_size") is not None:
+                sizes["input_size"] = list(height_and_width(sizes["input_size"]))
         lines = []
-        for name, value in json.loads(json.dumps(expected, default=str)).items():
+        for name, value in expected.items():
             is_compared = name in recipes[self.recipe] or parser.changes.get(name) == "results"
             is_derived = value is None or name in ("dataset", "precision")  # from the data, the model or the machine
             if is_compared and not is_derived and settings.get(name, value) != value:

@@ -399,12 +399,16 @@ def test_finished_runs_are_not_started_again(launch, capsys):
 
 def test_finished_runs_of_other_settings_are_named(launch, tmp_path, capsys):
     launch()
-    settings = {"epochs": 1, "total_batch_size": 24}
+    settings = {"epochs": 1, "total_batch_size": 24, "input_size": [32, 32]}
     (tmp_path / FIRST / "settings.json").write_text(json.dumps(settings))
-    assert launch(flags=["--pretrain_flags", "--total_batch_size 24"]) == (True, [])
-    errors = capsys.readouterr().err
-    assert f"note: {FIRST}: epochs 1 instead of 16 in a finished run, which is not started again\n" in errors
-    assert "total_batch_size" not in errors
+    (tmp_path / FIRST_FINETUNE / "settings.json").write_text(json.dumps({"epochs": 1, "aa": None, "input_size": 32}))
+    flags = ["--pretrain_flags", "--total_batch_size 24 --input_size 32"]
+    flags += ["--finetune_flags", "--epochs 1 --aa none --input_size 32"]
+    assert launch(flags=flags) == (True, [])
+    errors = capsys.readouterr().err.splitlines()
+    end = "in a finished run, which is not started again"
+    notes = [f"note: {FIRST}: epochs 1 instead of 16 {end}", f"note: {SECOND}: epochs 1 instead of 100 {end}"]
+    assert errors == [*notes, "nothing is left to run"]
 
 
 @pytest.mark.parametrize("code", [1, 0])

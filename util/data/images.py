@@ -118,8 +118,9 @@ class Images:
         """
         if list(classes) == self.classes:
             return
-        if not set(self.classes) <= set(classes):
-            check_classes(classes, self.classes, whose, f"{str(self.root)!r}")
+        unknown = [name for name in self.classes if name not in classes]
+        if unknown:
+            raise ValueError(f"{str(self.root)!r} has the classes {shorten(unknown, 5)}, which {whose} does not have")
         missing = [name for name in classes if name not in self.classes]
         if missing:
             self.notes.append(f"note: {str(self.root)!r} has no image of {shorten(missing, 5)}")
@@ -273,18 +274,23 @@ class EncodedImages(Images):
             return
         for place in evenly_spaced(len(good), self.num_examined).tolist():
             i = good[place]
-            note = self.describe_lost(i)
-            if "16 bits" in note and self.invalid.nodata is not None:
+            lost, advice = self.find_lost(i)
+            if not lost:
+                continue
+            reason = "Pillow reads its colours with 8 bits"
+            if self.pixel_format.is_rgb8:
+                reason = "with 3 channels images become RGB of 8 bits"
+            note = f"{self.path(i)!r} has {' and '.join(lost)}, but {reason}{advice}"
+            if "16 bits" in lost and self.invalid.nodata is not None:
                 raise ImageError(f"--nodata {self.invalid.nodata} cannot be compared with 16 bits: {note}")
-            if note:
-                self.notes.append(f"warning: {note}")
-                return
+            self.notes.append(f"warning: {note}")
+            return
 
-    def describe_lost(self, i: int) -> str:
-        """Returns what image i has that its image of 8 bits does not hold, and what to do; "" if that is nothing."""
-        is_rgb = self.pixel_format.channels == 3
+    def find_lost(self, i: int) -> tuple[list[str], str]:
+        """Returns what image i has that its image of 8 bits does not hold, and what to do about it."""
+        is_rgb = self.pixel_format.is_rgb8 and self.invalid.to_rgb is None
         data = self.read(i)
-        lost = []
+        lost: list[str] = []
         advice = ""
         try:
             with open_image(io.BytesIO(data)) as img:
@@ -305,14 +311,8 @@ class EncodedImages(Images):
                         lost.append(f"{bands} bands")
                         advice = f": give --in_chans {bands} to keep all bands"
         except UnidentifiedImageError:  # an array, or a TIFF that tifffile reads as it is
-            return ""
-        if not lost:
-            return ""
-        if is_rgb:
-            reason = "with 3 channels images become RGB of 8 bits"
-        else:
-            reason = "Pillow reads its colours with 8 bits"
-        return f"{self.path(i)!r} has {' and '.join(lost)}, but {reason}{advice}"
+            return [], ""
+        return lost, advice
 
     def source(self, i: int) -> str | io.BytesIO:
         """Returns image i in a form that Pillow opens."""
@@ -436,8 +436,8 @@ class CifarImages(Images):
         return f"image {i} of {self.root}"
 
     def load(self, i: int) -> tuple[np.ndarray, int]:
-        img, label = self.images[i]
-        return np.array(img), label
+        img, _ = self.images[i]
+        return np.array(img), int(self.labels[i])
 
 
 def find_storage_error(images: Images) -> OSError | None:
@@ -457,9 +457,9 @@ def find_storage_error(images: Images) -> OSError | None:
     return OSError(f"the images in {str(images.root)!r} cannot be opened any more")
 
 
-def refuse_single_class(images: Any, split: str) -> None:
-    """ValueError if there is one class, or one that all training images have: any classifier would be right."""
-    if len(images.classes) < 2 or (split == "train" and has_one_label(images)):
+def refuse_single_class(images: Any) -> None:
+    """ValueError if all images have one class: any classifier would be right."""
+    if len(images.classes) < 2 or has_one_label(images):
         problem = f"all {count_of(len(images), 'image')} of {str(images.root)!r} have the class"
         raise ValueError(f"{problem} {images.classes[images.labels[0]]!r}, but a classifier needs two or more")
 

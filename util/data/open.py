@@ -87,8 +87,8 @@ class ImageSource:
         """Returns the images, which are opened once. ImageError if too many are bad, or if one has other channels."""
         if self.images is None:
             images = self._open()
-            if self.labelled:
-                refuse_single_class(images, self.split)
+            if self.labelled and self.split == "train":
+                refuse_single_class(images)
             images.check(self.max_bad_fraction)
             self.images = images
         return self.images

@@ -282,8 +282,8 @@ def describe_pixels(pixels: str | None) -> str:
 def complete_settings(settings: PixelSettings, images: Images) -> tuple[dict[str, Any], list[str]]:
     """Returns the pixel settings of a trained model with mean and deviation, and remarks. All ranks must call it.
 
-    As in fine-tuning, they are ImageNet's for RGB of 8 bits, or else those of the `images`, if its file has none for
-    images of their type.
+    If the file has statistics for images of this type, they are kept. Otherwise they are ImageNet's for RGB of 8 bits,
+    and those of the `images` for others, as in fine-tuning.
     """
     if fits_encoder(settings, images.pixel_format):
         return dict(settings), []

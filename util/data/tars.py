@@ -300,8 +300,11 @@ class TarImages(EncodedImages):
         return super().fingerprint()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy in another process maps the index by itself."""
+        """A copy in another process maps the index by itself. Labels travel if `use_classes` has changed them."""
         state = {name: getattr(self, name) for name in ("notes", "in_chans", "use_pillow", "invalid", "pixel_format")}
+        if self.classes != self.content["classes"]:
+            state["classes"] = self.classes
+            state["labels"] = self.labels
         return TarImages, (self.index, self.root), state
 
     def path(self, i: int) -> str:

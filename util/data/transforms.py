@@ -65,6 +65,13 @@ class RandomVerticalFlip:
         return img
 
 
+def with_vflip(transform: Callable, vflip: bool, seed: int) -> Callable:
+    """Returns the transform, with vertical flips if `vflip` is true."""
+    if vflip:
+        return RandomVerticalFlip(transform, seed)
+    return transform
+
+
 class RandomResizedCropFlip:
     """MAE's pre-training augmentation: random resized crop and flip, drawn from the sample's address.
 

@@ -565,7 +565,9 @@ def _add_config(info: CheckpointInfo, path: Path) -> CheckpointInfo:
     if "pretrained_cfg" in config:
         images = config["pretrained_cfg"]
         view = {name: images[name] for name in ("mean", "std", "crop_pct") if images.get(name) is not None}
-        classes = info.classes or config.get("label_names")
+        classes = info.classes
+        if classes is None and isinstance(config.get("label_names"), list):
+            classes = config["label_names"]
         return replace(info, settings={**view, **info.settings}, pixels=info.pixels or "uint8", classes=classes)
     if config.get("model_type") not in ("vit", "vit_mae"):
         return info

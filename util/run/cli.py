@@ -349,31 +349,30 @@ def run_program(main: Callable[[], object], prog: str) -> None:
         if not _is_output_closed():
             raise
         _die_of(signal.SIGPIPE)
-    except SystemExit as stop:
-        if stop.code and _has_nccl_group():
-            _exit_now(stop.code if isinstance(stop.code, int) else 1)
-        raise
-    except Exception:
-        if _has_nccl_group():
-            traceback.print_exc()
-            _exit_now(1)
+    except BaseException as error:
+        end_if_others_wait(error)
         raise
     if finished is False:
         sys.exit(TEMPORARY)
 
 
-def _has_nccl_group() -> bool:
-    """Whether the process has not left an NCCL group. The interpreter's end would then wait for ranks that may hang."""
+def end_if_others_wait(error: BaseException) -> None:
+    """Ends the process now if an error ends it while it is in an NCCL group.
+
+    The interpreter's own end would leave the group, and wait for the other ranks, which may wait for this one.
+    """
     distributed = sys.modules.get("torch.distributed")  # a program that trains has loaded it
-    return distributed is not None and distributed.is_initialized() and distributed.get_backend() == "nccl"
-
-
-def _exit_now(code: int) -> NoReturn:
-    """Ends the process without the interpreter's own end."""
+    if distributed is None or not distributed.is_initialized() or distributed.get_backend() != "nccl":
+        return
+    code: object = 1
+    if isinstance(error, SystemExit):
+        code = error.code
+    else:
+        traceback.print_exception(error)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
-    os._exit(code)
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _is_output_closed() -> bool:

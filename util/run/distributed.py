@@ -54,9 +54,10 @@ def init_process(device: str = "auto", timeout_minutes: float = 30, join_timeout
         raise ValueError("--device cuda, but torch sees no GPU: check nvidia-smi, or use --device cpu")
     use_cuda = device != "cpu" and torch.cuda.is_available()
     gpus_of_job = os.environ.get("SLURM_JOB_GPUS", "")
-    if device == "auto" and gpus_of_job and not use_cuda:
+    if device == "auto" and gpus_of_job and not use_cuda and torch.version.cuda is not None:
         raise OSError(
-            f"SLURM gave this job GPUs ({gpus_of_job}), but torch sees none: a GPU or its driver may have failed"
+            f"SLURM gave this job GPUs ({gpus_of_job}), but torch sees none: a GPU or its driver may have failed; "
+            "--device cpu computes on the CPU"
         )
     port_is_given = "MASTER_PORT" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
     slurm = slurm_environment(os.environ)

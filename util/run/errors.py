@@ -26,16 +26,13 @@ from util.text import count_of
 def exit_code(error: Exception) -> int:
     """Returns 3: values not finite; 4: unusable checkpoint; 75: I/O error, start again; 2: any other user error.
 
-    A missing permission is the user's error: it would be missing again. A process on another host that has the folder
-    may be the hung one of an earlier start, whose watchdog ends it.
+    A missing permission is the user's error: it would be missing again.
     """
     if isinstance(error, FloatingPointError):
         return 3
     if isinstance(error, CheckpointError):
         return 4
     if isinstance(error, OSError) and not isinstance(error, PermissionError):
-        return TEMPORARY
-    if isinstance(error, FolderInUse) and error.is_elsewhere:
         return TEMPORARY
     return 2
 

@@ -65,7 +65,8 @@ WRONG_PATH = (
     errno.ENAMETOOLONG,
     errno.EINVAL,
 )
-LOCK_WAIT = 120  # seconds; NFS releases the locks of a lost client after 90
+# Seconds. NFS releases the locks of a lost client after 90, a watchdog ends a process that hangs after 600.
+LOCK_WAIT = 660
 
 
 def writable_folder(path: str | Path, created: list[Path] | None = None) -> Path:
@@ -107,11 +108,7 @@ def refuse_foreign_files(folder: Path) -> None:
 
 
 class FolderInUse(ValueError):
-    """Another process works in the output folder. is_elsewhere: on another host, as far as is known."""
-
-    def __init__(self, message: str, is_elsewhere: bool = False) -> None:
-        super().__init__(message)
-        self.is_elsewhere = is_elsewhere
+    """Another process works in the output folder."""
 
 
 class FolderLock:
@@ -129,6 +126,7 @@ class FolderLock:
         here = socket.gethostname()
         end = time.monotonic() + LOCK_WAIT
         is_new = not self.path.exists()
+        is_told = False
         while True:
             self.file = open(self.path, "a+")
             try:
@@ -146,13 +144,14 @@ class FolderLock:
                     return
                 self.file.seek(0)
                 holder = self.file.read().strip() or "another process"
-                is_here = holder.endswith(f" on {here}")
-                if is_here or time.monotonic() > end:
+                if holder.endswith(f" on {here}") or time.monotonic() > end:
                     raise FolderInUse(
                         f"--output_dir {str(folder)!r} is in use by {holder}: wait for it, stop it, or choose another "
-                        f"folder; if that process is gone, remove {LOCK} there",
-                        is_elsewhere=not is_here,
+                        f"folder; if that process is gone, remove {LOCK} there"
                     ) from error
+                if not is_told:
+                    is_told = True
+                    print(f"{self.path} is held by {holder}: waiting for it, {LOCK_WAIT} s at most", file=sys.stderr)
             time.sleep(2)
         self.file.truncate(0)
         self.file.write(f"process {os.getpid()} on {here}\n")

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from util.data.datasets import AddressedDataset, StepBatchSampler, steps_per_epoch
 from util.data.loader import Loader
-from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip, RandomVerticalFlip
+from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip, with_vflip
 from util.run.distributed import Process
 from util.run.flags import Plan
 
@@ -118,6 +118,4 @@ def make_augmentation(args: argparse.Namespace, img_size: Sequence[int]) -> Call
     crop: Callable = RandomResizedCropFlip(img_size, args.seed, args.crop_scale, **options)
     if args.crop == "padded":
         crop = PaddedCropFlip(img_size, args.seed, **options)
-    if args.vflip:
-        return RandomVerticalFlip(crop, args.seed)
-    return crop
+    return with_vflip(crop, args.vflip, args.seed)

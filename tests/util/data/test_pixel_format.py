@@ -266,6 +266,14 @@ def test_thumbnails_are_no_pages(tmp_path, flags):
     assert np.array_equal(images.load(0)[0], array)
 
 
+def test_a_name_says_nothing_about_bits(tmp_path):
+    folder = tmp_path / "16 bits"
+    folder.mkdir()
+    tifffile.imwrite(folder / "0.tif", pixels(4, "uint8"), photometric="rgb")
+    (note,) = open_images("folder", folder, invalid=InvalidPixels(0.0)).notes
+    assert "has 4 bands" in note
+
+
 @pytest.mark.parametrize("nodata", [None, 65535.0])
 @pytest.mark.parametrize("place", [0, 3])
 def test_bits_that_any_image_loses_are_told(tmp_path, place, nodata):
@@ -293,6 +301,13 @@ def test_bands_that_are_not_read_are_told(tmp_path, bands):
     images = open_images("folder", tmp_path, in_chans=bands)
     assert images.notes == []
     assert np.array_equal(images.load(0)[0], pixels(bands, "uint8"))
+
+
+@pytest.mark.parametrize(("bands", "invalid"), [(4, InvalidPixels(mask_band=3)), (2, InvalidPixels(bands=((0, 1),)))])
+def test_nothing_is_lost_where_the_bands_have_a_meaning(tmp_path, bands, invalid):
+    photometric = "rgb" if bands > 3 else "minisblack"
+    tifffile.imwrite(tmp_path / "0.tif", pixels(bands, "uint8"), photometric=photometric, planarconfig="contig")
+    assert open_images("folder", tmp_path, invalid=invalid).notes == []
 
 
 OME = """<?xml version="1.0" encoding="UTF-8"?>

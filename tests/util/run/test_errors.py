@@ -9,8 +9,7 @@ from torch._utils import ExceptionWrapper
 
 from tests.runs import pretrain
 from util.data.images import ImageError
-from util.run.errors import exit_code, is_full_gpu, refuse
-from util.run.folder import FolderInUse
+from util.run.errors import is_full_gpu, refuse
 
 
 @pytest.mark.parametrize(
@@ -35,12 +34,6 @@ def test_an_error_of_a_worker_is_its_whole_message_in_one_line(capsys, message, 
         refuse(argparse.ArgumentParser("main.py"), from_worker.value)
     assert stop.value.code == 2
     assert capsys.readouterr().err == f"main.py: error: {said}\n"
-
-
-@pytest.mark.fault("F71", "the process of a lost node still has the folder", "exit code 75; its own end frees it")
-@pytest.mark.parametrize(("is_elsewhere", "code"), [(True, 75), (False, 2)])
-def test_a_folder_in_use_on_another_host_may_be_free_later(is_elsewhere, code):
-    assert exit_code(FolderInUse("in use", is_elsewhere)) == code
 
 
 @pytest.mark.parametrize(

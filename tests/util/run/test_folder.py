@@ -8,13 +8,14 @@ import shutil
 import pytest
 import torch
 
+from tests.locks import held_by_another_process
 from tests.runs import info_of_run
 from tests.two_processes import run_in_two_processes
 from util import collectives
 from util.run import checkpoint
 from util.run import folder as folder_module
 from util.run.checkpoint import CheckpointError, prune_checkpoints, read_checkpoint, save_checkpoint
-from util.run.folder import find_checkpoint
+from util.run.folder import FolderInUse, FolderLock, find_checkpoint
 
 
 def save(folder, step, value=0.0):
@@ -169,3 +170,26 @@ def _outcomes_of_failures_on_rank_1(rank):
 
 def test_a_storage_that_fails_on_one_rank_is_no_error_of_the_user_on_another():
     assert run_in_two_processes(_outcomes_of_failures_on_rank_1)[0] == [OSError, ValueError, ValueError]
+
+
+@pytest.mark.fault(
+    "F71", "the process of a lost node still has the folder", "said; waited for until its watchdog ends it"
+)
+def test_a_folder_that_another_host_has_is_waited_for(tmp_path, monkeypatch, capsys):
+    naps = []
+
+    def nap(seconds):
+        naps.append(seconds)
+        if len(naps) == 3:
+            monkeypatch.setattr(folder_module, "LOCK_WAIT", -1)
+            raise InterruptedError
+
+    monkeypatch.replace_in(folder_module, "time.sleep", nap)
+    with held_by_another_process(tmp_path / "out"):
+        (tmp_path / "out" / ".lock").write_text("process 7 on another-node\n")
+        with pytest.raises(InterruptedError):
+            FolderLock(tmp_path / "out")
+        message = f"{tmp_path / 'out' / '.lock'} is held by process 7 on another-node: waiting for it, 660 s at most\n"
+        assert capsys.readouterr().err == message
+        with pytest.raises(FolderInUse, match="in use by process 7 on another-node"):
+            FolderLock(tmp_path / "out")
