@@ -236,7 +236,7 @@ def test_other_classes_are_refused_before_the_first_step(data, tmp_path, capsys)
     root = shutil.copytree(data, tmp_path / "data")
     (root / "val" / "dog").rename(root / "val" / "wolf")
     message = pretrain.refused(capsys, root, tmp_path / "out", "--knn_every", 2)
-    assert "only one of them has dog, wolf" in message
+    assert "has the classes wolf, which the training data does not have" in message
     assert not (tmp_path / "out").exists()
 
 
