@@ -175,7 +175,7 @@ def _error_of(argv):
         sys.exit(2)
 
     errors.refuse = refuse
-    distributed.shut_down = lambda: None
+    distributed.shut_down = lambda **_: None
     main_pretrain.train_one_epoch = lambda *_: sys.exit(0)
     with pytest.raises(SystemExit):
         main_pretrain.main(argv)

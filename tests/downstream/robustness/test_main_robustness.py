@@ -283,7 +283,7 @@ def _evaluate_as(rank, argv):
         make_small(patch)
         place = Process(torch.device("cpu"), rank, 2, 2)
         patch.setattr(distributed, "init_process", lambda *_, **__: place)
-        patch.setattr(distributed, "shut_down", lambda: None)
+        patch.setattr(distributed, "shut_down", lambda **_: None)
         patch.setattr(Parser, "exit", lambda parser, status=0, message=None: pytest.fail(message))
         try:
             main_robustness.main(argv)

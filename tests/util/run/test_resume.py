@@ -126,7 +126,7 @@ OWN = {
         f"{IMAGE_COLUMNS} pretrained teacher picture_every knn_every knn_train",
         "batch_size",
     ),
-    "main_finetune": ("", f"{IMAGE_COLUMNS} all_valid eval eval_every finetune", ""),
+    "main_finetune": ("", f"{IMAGE_COLUMNS} all_valid eval eval_every eval_split finetune predictions", ""),
     "main_segmentation": ("downstream.segmentation.", f"{DENSE} class_names", "accum_iter"),
     "main_detection": (
         "downstream.detection.",
