@@ -410,8 +410,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
         schedule = schedule_by_epochs(args, run.plan, loader.steps_per_epoch)
         training = run.begin_training(model, optimizer, dataset, schedule, describe_model(model, statistics))
         training.announce(summary_rows(args, model, images))
-        # An image costs the same in all steps, unless images grow, or AMT's counts change with its first maps.
-        if not args.grow_size and not args.model.startswith("amt"):
+        # An image costs the same in all steps, unless images grow, or attention maps change the token counts.
+        if not args.grow_size and args.sampling != "attention":
             report_utilization(training.loop, partial(forward_gmac, vars(args), build_model))
 
         between: list[BetweenSteps] = [Pictures(training, model, images)]

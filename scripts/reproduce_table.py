@@ -25,7 +25,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -330,26 +330,28 @@ def select_rows(args: argparse.Namespace) -> dict[str, list[Row]]:
 def find_pending(chosen: dict[str, list[Row]], args: argparse.Namespace) -> list[Run]:
     """Returns the runs that are not finished, in order and each once."""
     pending: list[Run] = []
+    for run in last_runs(chosen, args.output_dir):
+        if run.main == "main_robustness" and has_results(run, given_sets(args)):
+            continue
+        pending += [needed for needed in run.pending() if needed not in pending]
+    return pending
+
+
+def last_runs(chosen: dict[str, list[Row]], root: Path) -> Iterator[Run]:
+    """Yields the runs that fill the columns of the rows: the last ones of their chains."""
     for name, rows in chosen.items():
         for row in rows:
             for column, recipe in row.finetune.items():
-                run = run_of(TABLES[name].columns[column], row.pretrain, recipe, args.output_dir)
-                if run.main == "main_robustness" and has_results(run, given_sets(args)):
-                    continue
-                pending += [needed for needed in run.pending() if needed not in pending]
-    return pending
+                yield run_of(TABLES[name].columns[column], row.pretrain, recipe, root)
 
 
 def notes_on_finished(chosen: dict[str, list[Row]], args: argparse.Namespace) -> list[str]:
     """Returns a note for each setting with which finished runs differ from what this command asks for."""
     notes: list[str] = []
-    for name, rows in chosen.items():
-        for row in rows:
-            for column, recipe in row.finetune.items():
-                last = run_of(TABLES[name].columns[column], row.pretrain, recipe, args.output_dir)
-                for run in last.chain():
-                    if run.is_finished:
-                        notes += run.changed_settings(own_flags_of(run, args))
+    for last in last_runs(chosen, args.output_dir):
+        for run in last.chain():
+            if run.is_finished:
+                notes += run.changed_settings(own_flags_of(run, args))
     return list(dict.fromkeys(notes))
 
 

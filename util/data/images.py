@@ -278,7 +278,7 @@ class EncodedImages(Images):
             if not lost:
                 continue
             reason = "Pillow reads its colours with 8 bits"
-            if self.pixel_format.is_rgb8:
+            if self.becomes_rgb:
                 reason = "with 3 channels images become RGB of 8 bits"
             note = f"{self.path(i)!r} has {' and '.join(lost)}, but {reason}{advice}"
             if "16 bits" in lost and self.invalid.nodata is not None:
@@ -286,15 +286,20 @@ class EncodedImages(Images):
             self.notes.append(f"warning: {note}")
             return
 
+    @property
+    def becomes_rgb(self) -> bool:
+        """Whether files become RGB of 8 bits: not if flags give their bands a meaning."""
+        return self.pixel_format.is_rgb8 and self.invalid.to_rgb is None
+
     def find_lost(self, i: int) -> tuple[list[str], str]:
         """Returns what image i has that its image of 8 bits does not hold, and what to do about it."""
-        is_rgb = self.pixel_format.is_rgb8 and self.invalid.to_rgb is None
         data = self.read(i)
         lost: list[str] = []
         advice = ""
         try:
             with open_image(io.BytesIO(data)) as img:
-                is_rgb_tiff = is_rgb and isinstance(img, TiffImagePlugin.TiffImageFile)  # tifffile reads the others
+                is_tiff = isinstance(img, TiffImagePlugin.TiffImageFile)
+                is_rgb_tiff = is_tiff and self.becomes_rgb  # tifffile reads the others
                 bits = 8
                 if img.format == "PNG":
                     bits = data[PNG_BITS]

@@ -364,15 +364,17 @@ def end_if_others_wait(error: BaseException) -> None:
     distributed = sys.modules.get("torch.distributed")  # a program that trains has loaded it
     if distributed is None or not distributed.is_initialized() or distributed.get_backend() != "nccl":
         return
-    code: object = 1
-    if isinstance(error, SystemExit):
-        code = error.code
-    else:
+    code = 1
+    if not isinstance(error, SystemExit):
         traceback.print_exception(error)
+    elif error.code is None:
+        code = 0
+    elif isinstance(error.code, int):
+        code = error.code
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))
+    os._exit(code)
 
 
 def _is_output_closed() -> bool:
