@@ -365,8 +365,9 @@ def _rename_for(model: nn.Module, weights: Weights) -> tuple[Tensors, list[str]]
     if len(model_keys & weights.raw.keys()) > len(model_keys & tensors.keys()):
         tensors = weights.raw
     parts = {key.partition(".")[0] for key in weights.raw}
-    if "backbone" in parts and parts - {"backbone", "neck", "head"}:
-        remarks.append(f"not used, as they are no encoder: {shorten(sorted(parts - {'backbone'}))}")
+    others = sorted(parts - {"backbone", "neck", "head"})
+    if "backbone" in parts and others:
+        remarks.append(f"not used, as they are no encoder: {shorten(others)}")
     if CLS_TOKEN_MLP in tensors and CLS_TOKEN_MLP not in model_keys:
         tensors = fold_cls_token(tensors)
         remarks.append("the MLP on the class token is folded into the token")

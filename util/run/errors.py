@@ -110,9 +110,8 @@ def exit_on_setup_errors(parser: argparse.ArgumentParser) -> Iterator[SetUp]:
         known = (ValueError, FloatingPointError, OSError)
         if not isinstance(error, Exception) or not (isinstance(error, known) or is_full_gpu(error)):
             raise
-        may_pass = exit_code(error) == TEMPORARY
         try:
-            refuse(parser, error, "; start the same command again" if may_pass else "")
+            refuse(parser, error, "; start the same command again" if isinstance(error, OSError) else "")
         finally:
             distributed.shut_down(after_error=True)
 
