@@ -221,14 +221,6 @@ def test_named_commits_are_in_the_history(history: list[str]) -> None:
     assert unknown == []
 
 
-def test_the_registration_of_the_running_study_is_unchanged(history: list[str]) -> None:
-    begins = "## Arms and runs"
-    registered = "\n".join(git("show", "89b8501:docs/study_length.md"))
-    text = (ROOT / "docs" / "studies" / "study_length.md").read_text()
-    assert begins in registered
-    assert text.rstrip("\n").partition(begins)[2] == registered.partition(begins)[2]
-
-
 def test_named_models_exist() -> None:
     known = registry.MODELS.keys() | classifiers.MODELS.keys()
     unknown = []
@@ -336,6 +328,77 @@ def test_the_third_study_prints_the_differences_of_its_rows() -> None:
     for method, other, difference in printed:
         differences = [mean(method, seed) - mean(other, seed) for seed in seeds]
         assert difference == f"{statistics.mean(differences):+.2f}".replace("-", "−")
+
+
+LENGTH_ARMS = ("mae", "plain50", "progressive50", "prmim50")
+Outcomes = dict[tuple[str, str, int], list[float]]  # {(outcome, arm, passes): percent of each seed}
+
+
+def outcomes_of_length() -> Outcomes:
+    outcomes: Outcomes = {}
+    for row in sorted(rows_of("studies/study_length.csv"), key=lambda row: row["seed"]):
+        measured = {"fine-tuned": row["finetuned"], "last block fine-tuned": row["last_block"]}
+        values = {outcome: float(percent) for outcome, percent in measured.items() if percent}
+        values["frozen"] = (float(row["knn"]) + float(row["ridge"])) / 2
+        for outcome, value in values.items():
+            outcomes.setdefault((outcome, row["arm"], int(row["passes"])), []).append(value)
+    return outcomes
+
+
+def test_the_study_of_length_prints_the_means_of_its_rows() -> None:
+    outcomes = outcomes_of_length()
+    assert {len(values) for values in outcomes.values()} == {8}
+    text = (ROOT / "docs" / "study.md").read_text()
+    printed = re.findall(r"^\| ((?:last block )?(?:fine-tuned|frozen)) \| ([148]) \| (.*) \|$", text, re.MULTILINE)
+    assert len(printed) == 7
+    for outcome, passes, cells in printed:
+        means = [statistics.mean(outcomes[outcome, arm, int(passes)]) for arm in LENGTH_ARMS]
+        assert cells.split(" | ") == [f"{mean:.2f}" for mean in means]
+    _, table, _ = re.split("<!-- .*main result -->", README.read_text())
+    for line, arm in zip(table.strip().splitlines()[2:], ("mae", "plain50", "prmim50"), strict=True):
+        measured = [("fine-tuned", arm, 1), ("fine-tuned", arm, 8), ("frozen", arm, 8)]
+        assert line.strip("| ").split(" | ")[-3:] == [f"{statistics.mean(outcomes[key]):.1f}" for key in measured]
+
+
+def test_the_study_of_length_prints_the_answers_of_its_rows() -> None:
+    """The five differences, and that the smallest p-value is above Holm's first bound."""
+    outcomes = outcomes_of_length()
+
+    def gain(outcome: str, arm: str, other: str, passes: int) -> list[float]:
+        pairs = zip(outcomes[outcome, arm, passes], outcomes[outcome, other, passes], strict=True)
+        return [value - of_other for value, of_other in pairs]
+
+    gains = [gain("frozen", "progressive50", "plain50", passes) for passes in (1, 4, 8)]
+    slopes = [statistics.linear_regression((0, 2, 3), of_seed).slope for of_seed in zip(*gains, strict=True)]
+    sampling = []
+    for outcome in ("fine-tuned", "frozen"):
+        sampling += [gain(outcome, "prmim50", "progressive50", passes) for passes in (1, 4, 8)]
+    differences = [
+        gain("fine-tuned", "plain50", "mae", 8),
+        gain("fine-tuned", "progressive50", "plain50", 8),
+        gain("fine-tuned", "prmim50", "mae", 8),
+        slopes,
+        [statistics.mean(of_seed) for of_seed in zip(*sampling, strict=True)],
+    ]
+    text = (ROOT / "docs" / "study.md").read_text()
+    printed = re.findall(
+        r"^\| (\d): .* \| (\S+) \| (\S+) to (\S+) \| (\.\d+) \| undecided \|$", text.replace("−", "-"), re.MULTILINE
+    )
+    assert [number for number, *_ in printed] == ["1", "2", "3", "4", "5"]
+    for (number, mean, low, high, p), of_seed in zip(printed, differences, strict=True):
+        assert mean == f"{statistics.mean(of_seed):+.2f}"
+        quantile = 3.4995  # of Student's t with 7 degrees of freedom, at .995
+        if number == "3":
+            quantile = 2.9980  # at .99
+        half = quantile * statistics.stdev(of_seed) / 8**0.5
+        assert float(low) == pytest.approx(statistics.mean(of_seed) - half, abs=0.006)
+        assert float(high) == pytest.approx(statistics.mean(of_seed) + half, abs=0.006)
+        assert float(p) > 0.05 / 5
+        # A p-value above the bound is an interval of its level that reaches the value of the test.
+        reached = [0.0]
+        if number == "3":
+            reached = [-0.5, 0.5]
+        assert any(float(low) <= value <= float(high) for value in reached)
 
 
 def test_the_map_of_the_code_names_every_module() -> None:
