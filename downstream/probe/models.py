@@ -160,7 +160,7 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
         near = timm.list_models(f"*{name.partition('.')[0]}*")
         raise ValueError(f"--timm {name!r} is no model of timm; close to it: {shorten(near, 5) or 'none'}")
     options = {}
-    if input_size is not None:
+    if input_size is not None and timm.get_pretrained_cfg(name).fixed_input_size:  # others read images of any size
         options["img_size"] = input_size
     try:
         network = timm.create_model(name, pretrained=path is None, num_classes=0, **options)

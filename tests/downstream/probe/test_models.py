@@ -229,6 +229,16 @@ def test_networks_of_timm_without_class_token_have_the_mean_of_their_map(monkeyp
         encoder.read_blocks([1])
 
 
+def test_networks_of_timm_that_read_any_size_read_the_given_one(tmp_path):
+    network = timm.create_model("test_resnet").eval()
+    path = tmp_path / "resnet.pth"
+    torch.save(network.state_dict(), path)
+    encoder = open_timm_model("test_resnet", str(path), 64)
+    assert encoder.img_size == (64, 64)
+    imgs = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(encoder.vectors(imgs)["0 mean"], network.forward_features(imgs).mean(dim=(2, 3)))
+
+
 def test_models_that_timm_does_not_know_are_refused():
     with pytest.raises(ValueError, match="'vit_bse' is no model of timm"):
         open_timm_model("vit_bse")
