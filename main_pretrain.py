@@ -312,6 +312,7 @@ class FirstShapes:
 
     def run_all(self, examples: Sequence[Sequence[torch.Tensor]]) -> None:
         for example in examples:
+            self.training.loop.stop_if_asked()
             compile_shapes(self.training.wrapped, example, self.training.loop)
 
 

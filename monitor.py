@@ -203,7 +203,9 @@ class Monitor:
         scalars: dict[str, float] = {}
         for name in bank.values:
             for scaling, statistics in (("z", moments[name]), ("raw", None)):
-                scores = knn_accuracy(bank, queries, name, protocol, statistics, self.training.heartbeat)[NEIGHBOURS]
+                scores = knn_accuracy(bank, queries, name, protocol, statistics, self.training.loop.stop_if_asked)[
+                    NEIGHBOURS
+                ]
                 if (name, scaling) == ("mean", "z"):
                     for measure, value in scores.items():
                         scalars[f"knn_{measure}"] = value

@@ -9,6 +9,7 @@ so each phase opens a loader of its own when its maps are written.
 import argparse
 import shutil
 import time
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -105,10 +106,10 @@ def mean_over_heads(attention: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def compute_maps(
     model: Framework, dataset: AddressedDataset, loop: TrainLoop, batch_size: int, num_workers: int
-) -> tuple[np.ndarray | None, bool]:
-    """Computes the attention maps of all images. Returns (float16 [M, rows, columns] on rank 0, whether it finished).
+) -> np.ndarray | None:
+    """Computes the attention maps of all images. Returns float16 [M, rows, columns] on rank 0, None on others.
 
-    It does not finish if a signal stops the run. All ranks must call it. Each has a contiguous share of the images. The
+    A signal ends it by `Stopped`. All ranks must call it. Each has a contiguous share of the images. The
     last image is repeated where a share is too long, so all ranks make the same number of forward passes. The model
     sees whole images, squashed to its size, in eval mode. FloatingPointError if a map is not finite.
     """
@@ -127,29 +128,27 @@ def compute_maps(
         maps = np.empty((world_size, share, rows, columns), np.float16)
     stored = loop.normalize.pixels.pixel_bytes * model.img_size[0] * model.img_size[1] * batch_size
     pin_memory = device.type == "cuda"
-    stream = Loader(dataset, addresses, stack, num_workers=num_workers, pin_memory=pin_memory, batch_bytes=stored)
+    loader = Loader(dataset, addresses, stack, num_workers=num_workers, pin_memory=pin_memory, batch_bytes=stored)
     bad = torch.zeros((), device=device)
     model.eval()
-    for first in range(0, share, batch_size):
-        loop.heartbeat(DATA)
-        imgs = next(stream)[0].to(device, non_blocking=True)
-        loop.heartbeat(FORWARD)
-        with loop.autocast():
-            attention = model.cls_attention(loop.normalize(imgs))
-        gathered = gather_on_rank0(mean_over_heads(attention).half())
-        bad += (~attention.isfinite()).sum()
-        if maps is not None:
-            maps[:, first : first + len(imgs)] = gathered.view(world_size, len(imgs), rows, columns).cpu().numpy()
-        if loop.should_stop_work():
-            break
-    stream.close()
+    with closing(loader) as batches:
+        for first in range(0, share, batch_size):
+            loop.stop_if_asked()
+            loop.heartbeat(DATA)
+            imgs = next(batches)[0].to(device, non_blocking=True)
+            loop.heartbeat(FORWARD)
+            with loop.autocast():
+                attention = model.cls_attention(loop.normalize(imgs))
+            gathered = gather_on_rank0(mean_over_heads(attention).half())
+            bad += (~attention.isfinite()).sum()
+            if maps is not None:
+                maps[:, first : first + len(imgs)] = gathered.view(world_size, len(imgs), rows, columns).cpu().numpy()
     model.train(was_training)
     if all_reduce_sum(bad) > 0:
         raise FloatingPointError("the attention of the class token is not finite: try --precision fp32")
-    finished = first + batch_size >= share
-    if maps is not None:
-        maps = maps.reshape(-1, rows, columns)[: len(dataset)]
-    return maps, finished
+    if maps is None:
+        return None
+    return maps.reshape(-1, rows, columns)[: len(dataset)]
 
 
 def gather_on_rank0(tensor: torch.Tensor) -> torch.Tensor:
@@ -199,7 +198,7 @@ class AttentionPhases:
         return False
 
     def perform(self) -> None:
-        """Opens the batches of the phase that begins now. If a signal comes while maps are made, nothing is opened."""
+        """Opens the batches of the phase that begins now, after it has made its maps."""
         args = self.training.args
         loop = self.training.loop
         self.batches.close()
@@ -208,8 +207,6 @@ class AttentionPhases:
         self.resumed_maps = None
         if refresh is not None and maps is None:
             maps = self.make_maps(refresh)
-            if maps is None:
-                return
         if isinstance(self.model, AMTMasking):
             self.model.set_phase(has_maps=maps is not None)
         token_weights = None if maps is None else maps.token_weights
@@ -260,8 +257,8 @@ class AttentionPhases:
         run_everywhere(lambda: maps.check(len(self.images), self.model.grid_size))
         return maps
 
-    def make_maps(self, refresh: int) -> AttentionMaps | None:
-        """Computes and writes the maps with the weights of now. Returns None if a signal came before they were done."""
+    def make_maps(self, refresh: int) -> AttentionMaps:
+        """Computes and writes the maps with the weights of now. A signal ends it by `Stopped`."""
         loop, maps = self.training.loop, self.maps_of(refresh)
         if loop.step != (refresh + 1) * loop.steps_per_epoch:
             loop.log.info(
@@ -273,9 +270,7 @@ class AttentionPhases:
         whole = Squash(self.model.img_size, self.training.args.loader == "reference")
         dataset = AddressedDataset(self.images, whole, replace=self.training.args.max_bad_fraction > 0)
         plan = self.training.plan
-        found, finished = compute_maps(self.model, dataset, loop, plan.batch_size, plan.num_workers)
-        if not finished:
-            return None
+        found = compute_maps(self.model, dataset, loop, plan.batch_size, plan.num_workers)
         run_on_rank0(lambda: write_maps(maps.path, found))
         seconds = time.monotonic() - began
         loop.log.info(f"attention maps of {count_of(len(self.images), 'image')} in {seconds:.1f} s: {maps.path}")

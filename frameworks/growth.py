@@ -150,8 +150,10 @@ class GrowingSize:
         args = self.training.args
         loop = self.training.loop
         size_now = self.model.img_size
-        for stage in parse_stages(args.grow_size, args.epochs):
-            if loop.step < stage.end * loop.steps_per_epoch:
-                self.model.set_image_size((stage.side, stage.side))
-                yield self.model.img_size
-        self.model.set_image_size(size_now)
+        try:
+            for stage in parse_stages(args.grow_size, args.epochs):
+                if loop.step < stage.end * loop.steps_per_epoch:
+                    self.model.set_image_size((stage.side, stage.side))
+                    yield self.model.img_size
+        finally:
+            self.model.set_image_size(size_now)

@@ -512,9 +512,13 @@ def _stops_in_work(rank):
     for i in range(4):
         if rank == 1 and i == 1:
             driver.loop.stop.name = "SIGTERM"
-        answers.append(driver.loop.should_stop_work())
+        try:
+            driver.loop.stop_if_asked()
+            answers.append("goes on")
+        except supervise.Stopped:
+            answers.append("stopped")
     return answers
 
 
-def test_work_between_steps_sees_a_signal_to_any_process():
-    assert run_in_two_processes(_stops_in_work) == [[False, False, True, True]] * 2
+def test_work_between_steps_is_stopped_on_all_processes_by_a_signal_to_one():
+    assert run_in_two_processes(_stops_in_work) == [["goes on", "goes on", "stopped", "stopped"]] * 2

@@ -197,6 +197,51 @@ def test_signals_cost_no_step(undisturbed, photos, tmp_path, requeue):
     assert len(restarts) > len(expected)
 
 
+HELD = """
+
+from util.run.loop import TrainLoop
+
+stop_if_asked = TrainLoop.stop_if_asked
+
+
+def hold(loop):
+    while loop.step in (12, 24, 36) and loop.step > loop.first_step and loop.stop.name is None:
+        __import__("time").sleep(0.1)
+    stop_if_asked(loop)
+
+
+TrainLoop.stop_if_asked = hold
+"""
+
+
+@pytest.mark.fault(
+    "F44c", "USR2, preemption and scancel inside evaluations", "saved, requeued where it is due; 0 lost; exact"
+)
+def test_signals_in_evaluations_cost_no_step(undisturbed, photos, tmp_path):
+    """The first three evaluations last until a signal comes. Nothing else would save before the end."""
+    run = Run(photos, tmp_path / "run")
+    run.flags = [*run.flags, "--save_steps", "0", "--knn_every", "1"]
+    main = submitit_launch.snapshot(run.folder) / "main_pretrain.py"  # what the job runs
+    main.write_text(main.read_text() + HELD)
+    run.submit()
+    urgent = ["sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"]
+    for step, command in ((12, ["scancel", "--signal=USR2", run.job]), (24, urgent), (36, ["scancel", run.job])):
+        wait_until(lambda step=step: run.step() == step, run.why)
+        subprocess.run(command, check=True, capture_output=True)
+        wait_until(lambda step=step: (run.folder / f"checkpoint-{step}.json").exists(), run.why)
+    wait_until(lambda: run.state() == "CANCELLED", run.why)
+    main.write_text(main.read_text().removesuffix(HELD))
+    run.submit()
+    wait_until(lambda: FINISHED in run.text() and run.state() == "COMPLETED", run.why)
+    assert run.stopped() == [("SIGUSR2", 12), ("SIGTERM", 24), ("SIGTERM", 36)]
+    assert [int(step) for step in re.findall(r"resuming .+ at step (\d+)", run.text())] == [12, 24, 36]
+    trained = [report for report in reports(run.folder) if "loss" in report]
+    assert [report["step"] for report in trained] == list(range(1, 73))
+    assert [report["loss"] for report in trained] == undisturbed
+    evaluated = [report["step"] for report in reports(run.folder) if "rankme" in report]
+    assert evaluated == [0, 12, 24, 36, 48, 60, 72]
+
+
 @pytest.mark.fault(
     "F44b", "scancel, and the same command again", "saved, not requeued; goes on at the very step; exact"
 )

@@ -38,6 +38,12 @@ def hold(loop):
         time.sleep(0.1)
 
 
+def hold_work(loop):
+    """Waits in work between steps until a signal has come. A start that resumes at this step does the work."""
+    while loop.stop.name is None and loop.step > loop.first_step:
+        time.sleep(0.1)
+
+
 def fail():
     raise RuntimeError("a fault")
 
@@ -91,6 +97,7 @@ class Fault:
         TrainLoop.begin_step = self.faulty_step(TrainLoop.begin_step)
         TrainLoop.seed_draws = self.faulty_seed(TrainLoop.seed_draws)
         TrainLoop.scaled_loss = self.faulty_loss(TrainLoop.scaled_loss)
+        TrainLoop.stop_if_asked = self.faulty_question(TrainLoop.stop_if_asked)
         if self.name in IN_SAVE:
             checkpoint.save_checkpoint = self.faulty_save(checkpoint.save_checkpoint)
         if self.name == "hang-mount":
@@ -123,6 +130,16 @@ class Fault:
             return scaled_loss(loop, losses, micro)
 
         return loss
+
+    def faulty_question(self, stop_if_asked):
+        def ask(loop):
+            if self.name == "hold-work" and self.strikes(loop.step):
+                self.calls += 1
+                if self.calls > 1:  # the first question comes before the work
+                    hold_work(loop)
+            return stop_if_asked(loop)
+
+        return ask
 
     def faulty_load(self, load):
         def load_in_worker(images, i):

@@ -177,24 +177,31 @@ def small_disk(tmp_path):
 @pytest.mark.fault(
     "F37", "a full disk", "a warning, and training goes on; no stump is left; the older checkpoint loads"
 )
-def test_a_full_disk(photos, tmp_path, small_disk, capsys):
+@pytest.mark.fault("F37c", "a start on a full disk", "refused, with the space that is missing")
+def test_a_full_disk(photos, tmp_path, small_disk, capsys, before_step):
     """The disk is filled after the first epoch's checkpoint, apart from room for logs. The last save is required."""
     output_dir = small_disk / "out"
     flags = ("--model", "mae_vit_micro_patch4", "--epochs", 3, "--picture_every", 0)
     expected = pretrain(photos, tmp_path / "whole", *flags)
     pretrain(photos, output_dir, *flags, "--max_steps", 3)
     ballast = small_disk / "ballast"
-    with pytest.raises(OSError), open(ballast, "wb", buffering=0) as file:
-        while True:
-            file.write(bytes(65536))
-    with open(ballast, "r+b") as file:  # room for logs
-        file.truncate(ballast.stat().st_size - 600_000)
+
+    def fill():
+        with pytest.raises(OSError), open(ballast, "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(65536))
+        with open(ballast, "r+b") as file:  # room for logs
+            file.truncate(ballast.stat().st_size - 600_000)
+
+    before_step(4, fill)
     with pytest.raises(SystemExit) as stop:
         pretrain(photos, output_dir, *flags)
     captured = capsys.readouterr()
     assert "warning: checkpoint-6.pth could not be written ([Errno 28]" in captured.out
     assert stop.value.code == 75
+    assert "the steps after step 3 are not saved" in captured.err
     assert "goes on from the newest checkpoint" in captured.err
+    assert "MB free, but a checkpoint takes 8." in pretrain.refused(capsys, photos, output_dir, *flags, code=75)
     left = [path.name for path in output_dir.glob("*checkpoint*")]
     assert sorted(left) == ["checkpoint-3.json", "checkpoint-3.pth"]
     ballast.unlink()

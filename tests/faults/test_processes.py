@@ -9,7 +9,18 @@ import pytest
 
 from tests.conftest import write_photo
 from tests.faults.faulty import IN_SAVE
-from tests.runs import assert_same_state, children_of, command, finish, losses, start, state, steps_lost, wait_for_step
+from tests.runs import (
+    assert_same_state,
+    children_of,
+    command,
+    finish,
+    losses,
+    reports,
+    start,
+    state,
+    steps_lost,
+    wait_for_step,
+)
 from tests.until import wait_until
 from tests.warm import Python, reserve_port
 
@@ -175,6 +186,23 @@ def test_a_signal_to_torchrun(photos, tmp_path, undisturbed):
     finish(photos, tmp_path / "out", *SAVE)
     assert_as(undisturbed, tmp_path / "out")
     assert lost_in(tmp_path / "out") == [0]
+
+
+@pytest.mark.fault("F72b", "SIGTERM to torchrun in an evaluation", "stopped within a batch; 0 steps lost; exact")
+def test_a_signal_to_torchrun_in_an_evaluation(photos, tmp_path, undisturbed):
+    """Nothing else would save this step. Of the images, one process has five batches, the other has four."""
+    flags = (*SAVE, "--save_steps", 0, "--knn_every", 1, "--knn_train", 33)
+    process = start(photos, tmp_path / "out", *flags, fault=("hold-work", 10, "all", "-"))
+    wait_for_step(tmp_path / "out", 11, process)  # and of the evaluation before the first one
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=240)
+    assert out.count("SIGTERM: stopping after this step or batch") == 2  # the moment it comes
+    assert "stopped by SIGTERM after step 10 of 20" in out
+    assert [path.name for path in (tmp_path / "out").glob("*.pth")] == ["checkpoint-10.pth"]
+    finish(photos, tmp_path / "out", *flags)
+    assert_same_state(state(tmp_path / "out"), state(undisturbed))
+    evaluated = [report["step"] for report in reports(tmp_path / "out") if "rankme" in report]
+    assert evaluated == [0, 10, 20]
 
 
 @pytest.mark.fault("F11", "SIGINT, USR1, USR2 to the trainers", "saved, 0 steps lost, exact")

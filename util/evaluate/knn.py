@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from util import collectives
 from util.accuracy import accuracies
 from util.evaluate.features import Features
-from util.evaluate.loop import no_heartbeat
+from util.evaluate.loop import nothing
 from util.evaluate.moments import Moments
 
 TEMPERATURE = 0.07  # DINO's
@@ -41,12 +41,12 @@ def knn_accuracy(
     name: str,
     protocol: KnnProtocol,
     moments: Moments | None = None,
-    heartbeat: Callable[[], None] = no_heartbeat,
+    between_chunks: Callable[[], None] = nothing,
 ) -> dict[int, dict[str, float]]:
     """Returns {k: `accuracies`} in percent, of the queries of all ranks against the bank of all ranks.
 
-    name: of the feature. moments: of the bank, to standardise each channel. heartbeat: called now and then. All ranks
-    must call it.
+    name: of the feature. moments: of the bank, to standardise each channel. between_chunks: called now and then,
+    equally often on all ranks. All ranks must call this.
     """
     own_rows = unit_rows(bank.values[name], moments)
     query_rows = unit_rows(collectives.gather_rows(queries.values[name]), moments)
@@ -56,7 +56,7 @@ def knn_accuracy(
     k_max = max(protocol.ks)
     hits = {k: torch.zeros(2, dtype=torch.int64, device=own_rows.device) for k in protocol.ks}
     for first in range(0, len(query_rows), chunk_size):
-        heartbeat()
+        between_chunks()
         chunk = slice(first, first + chunk_size)
         excluded = indices[chunk] if protocol.leave_one_out else None
         similarities, positions = nearest(query_rows[chunk], own_rows, bank.indices, k_max, excluded)

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from util.run.training import Training
 
 
-def no_heartbeat() -> None:
-    """The heartbeat of a program that no watchdog watches."""
+IMAGES_PER_QUESTION = 8  # at least; where images differ in size, ranks that ask each other more often would wait more
+
+
+def nothing() -> None:
+    """Stands for the heartbeat of a program that no watchdog watches, and for its signals, which end it."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,15 @@ class EvalContext:
     normalize: turns images as stored into normalised float images. It is on the device of the model.
     autocast: context manager for the forward pass.
     heartbeat: called before each batch, so that a run's watchdog knows that this process works.
+    stop_if_asked: called equally often on all ranks; it raises an exception on all if a signal asks one to stop.
     """
 
     normalize: Normalize
     autocast: Autocast
     batch_size: int
     num_workers: int
-    heartbeat: Callable[[], None] = no_heartbeat
+    heartbeat: Callable[[], None] = nothing
+    stop_if_asked: Callable[[], None] = nothing
 
     @property
     def device(self) -> torch.device:
@@ -59,6 +64,7 @@ def context_of_training(training: "Training") -> EvalContext:
         batch_size=training.plan.batch_size,
         num_workers=training.plan.num_workers,
         heartbeat=training.heartbeat,
+        stop_if_asked=training.loop.stop_if_asked,
     )
 
 
@@ -66,6 +72,13 @@ def share_of_rank(indices: Sequence[int] | np.ndarray) -> np.ndarray:
     """Returns this rank's share of the images, in their order: rank r of W takes number r, r + W, r + 2 W, ..."""
     rank, world_size = collectives.rank_and_world_size()
     return np.asarray(indices)[rank::world_size]
+
+
+def most_batches(num_images: int, context: EvalContext) -> int:
+    """Returns the number of batches of the rank with the largest share of the images."""
+    _, world_size = collectives.rank_and_world_size()
+    largest_share = math.ceil(num_images / world_size)
+    return math.ceil(largest_share / context.batch_size)
 
 
 def evaluation_batches(
@@ -77,8 +90,8 @@ def evaluation_batches(
 ) -> Iterator[Any]:
     """Yields this rank's share of the images in batches on the CPU: (imgs [B, C, H, W] as stored, labels int64 [B]).
 
-    All ranks must iterate. collate: makes a batch of samples. largest: height and width of the largest image in a batch
-    (default: the size of the transform's results).
+    All ranks must iterate to the end. collate: makes a batch of samples. largest: height and width of the largest image
+    in a batch (default: the size of the transform's results).
     """
     share = share_of_rank(indices)
     addresses = []
@@ -95,9 +108,18 @@ def evaluation_batches(
     )
     rank, _ = collectives.rank_and_world_size()
     is_shown = rank == 0 and sys.stderr.isatty()
-    for batch in tqdm(loaded, total=len(addresses), unit="batch", leave=False, disable=not is_shown):
-        context.heartbeat()
-        yield batch
+    batches = iter(tqdm(loaded, total=len(addresses), unit="batch", leave=False, disable=not is_shown))
+    batches_apart = math.ceil(IMAGES_PER_QUESTION / context.batch_size)
+    try:
+        for number in range(most_batches(len(indices), context)):
+            context.heartbeat()
+            if number % batches_apart == 0:
+                context.stop_if_asked()
+            if number < len(addresses):  # other ranks may have one more
+                yield next(batches)
+    finally:
+        batches.close()
+        loaded.close()
 
 
 def with_equal_passes(
@@ -116,8 +138,6 @@ def with_equal_passes(
     if not shard.is_sharded(model):
         yield from loaded
         return
-    _, world_size = collectives.rank_and_world_size()
-    largest_share = math.ceil(num_images / world_size)
-    num_passes = math.ceil(largest_share / context.batch_size)
+    num_passes = most_batches(num_images, context)
     blank = torch.zeros(1, dataset.images.pixel_format.channels, *dataset.transform.size, device=context.device)
     yield from shard.pad_forward_passes(loaded, num_passes, forward, blank, context.autocast)

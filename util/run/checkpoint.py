@@ -15,7 +15,7 @@ import io
 import json
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -245,11 +245,13 @@ def save_checkpoint(
     state: Mapping[str, Any],
     meta: Mapping[str, Any],
     keep: bool = False,
+    on_write: Callable[[], None] | None = None,
 ) -> Path:
     """Writes the checkpoint of `step` and its sidecar, and returns the checkpoint's path.
 
     state: tensors and plain values. meta: `CheckpointInfo.to_json()`. keep: mark the checkpoint in its sidecar, so that
-    it is never pruned. A `step` "best" is a name of its own, which is never counted as a step.
+    it is never pruned. A `step` "best" is a name of its own, which is never counted as a step. on_write: called after
+    each piece that is written.
 
     Raises OSError, which names the file, if a write fails, for example on a full disk. Then no partial file is left and
     older checkpoints are unchanged.
@@ -257,7 +259,7 @@ def save_checkpoint(
     path = Path(output_dir) / file_name(step)
     with replaced_file(path.with_suffix(".json"), durable=True) as sidecar:
         with replaced_file(path, durable=True) as weights:  # the inner one is renamed first
-            with HashedFile(weights) as file:
+            with HashedFile(weights, on_write) as file:
                 _write_weights(file, {**state, "meta": json.dumps(meta)})
             _write_sidecar(sidecar, file.size, file.digest.hexdigest(), meta, keep)
             sync(sidecar)  # now both are complete
@@ -267,8 +269,9 @@ def save_checkpoint(
 class HashedFile(io.FileIO):
     """A new file that computes size and SHA-256 of what is written to it, from the first byte to the last."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, on_write: Callable[[], None] | None = None) -> None:
         super().__init__(path, "w")
+        self.on_write = on_write
         self.size = 0
         self.digest = hashlib.sha256()
 
@@ -279,6 +282,8 @@ class HashedFile(io.FileIO):
         self.size += len(rest)
         while rest:
             rest = rest[super().write(rest) :]
+        if self.on_write is not None:
+            self.on_write()
         return len(data)
 
 

@@ -287,6 +287,11 @@ class Start:
     lock: FolderLock | None  # rank 0 holds the folder until its process ends
 
     @property
+    def continues_here(self) -> bool:
+        """Whether the folder holds the checkpoint that the run continues from."""
+        return self.resume_path is not None and not self.began_elsewhere
+
+    @property
     def began_elsewhere(self) -> bool:
         """Whether the run starts at a checkpoint of another folder than its own."""
         return self.resume_path is not None and self.resume_path.resolve().parent != self.output_dir.resolve()

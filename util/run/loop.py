@@ -25,7 +25,7 @@ from util.run.distributed import DeviceCopies, Precision, memory_scalars
 from util.run.logging import RunLog
 from util.run.shard import total_norm
 from util.run.skipping import step_if
-from util.run.supervise import BACKWARD, BETWEEN, DATA, DEVICE, FORWARD, StopSignal, Watchdog
+from util.run.supervise import BACKWARD, BETWEEN, DATA, DEVICE, FORWARD, Stopped, StopSignal, Watchdog
 from util.text import duration
 
 SLOW_DATA = 0.1  # warn if more than this share of the time is spent waiting for data
@@ -325,10 +325,14 @@ class TrainLoop:
         self.heartbeat(BETWEEN)
         return self.has_stopped
 
-    def should_stop_work(self) -> bool:
-        """Whether all ranks have agreed to stop in work between steps, where only this call exchanges their flags."""
+    def stop_if_asked(self) -> None:
+        """Raises Stopped on all ranks if one was asked to stop in work between steps.
+
+        All ranks must call it equally often, such as once a batch. Only this call exchanges their flags there.
+        """
         self.num_asked = all_reduce_sum(self.stop.flag())
-        return self.should_stop()
+        if self.should_stop():
+            raise Stopped
 
     def has_ended(self) -> bool:
         """Whether the last step is done, or all ranks have agreed to stop."""

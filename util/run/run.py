@@ -39,6 +39,7 @@ from util.run.resume import (
     refuse_changes,
     restore,
 )
+from util.run.saving import check_space, checkpoint_bytes
 from util.run.supervise import Watchdog, first_timeout
 from util.run.training import Training
 
@@ -194,6 +195,8 @@ class Run:
         self.watchdog.begin_phase("checkpoint")
         collectives.refuse_differences(facts.files, "model")
         info = self.describe(dataset.images, optimizer, schedule, facts)
+        num_bytes = checkpoint_bytes(model, optimizer)
+        self.note(*collectives.run_on_rank0(lambda: check_space(self.start, schedule, self.first_step, num_bytes)))
         state: dict[str, Any] | None = None
         if self.resumed is not None:
             state = self._restore(self.resumed, info, model, optimizer)

@@ -5,9 +5,10 @@ and it does not touch model, optimizer, device and log.
 """
 
 import shlex
+import shutil
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +24,55 @@ from util.run.checkpoint import CheckpointInfo
 from util.run.flags import RunSchedule
 from util.run.folder import FolderLock, Start, write_progress
 from util.run.loop import TrainLoop
+from util.run.supervise import SAVING
+
+UNSAVED_SECONDS = 60.0  # of training that may be lost if the process is killed in work between steps
+MAX_FAILURES = 3  # this many saves in a row that fail end the run
+PULSE = 1.0  # seconds between two looks at a write that is waited for
 
 
 class FolderLost(OSError):
     """The output folder was deleted while the run went on."""
+
+
+def checkpoint_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Returns the size of a checkpoint. Without a state yet, an optimizer is taken for one of two moments."""
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    moments = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if optimizer.state:
+                values = [value for value in optimizer.state[parameter].values() if torch.is_tensor(value)]
+            else:
+                values = [parameter, parameter]
+            moments += sum(value.numel() * value.element_size() for value in values)
+    return weights + moments
+
+
+def check_space(start: Start, schedule: RunSchedule, step: int, num_bytes: int) -> list[str]:
+    """Returns a warning if the disk has no space for all checkpoints to come, which have `num_bytes` each.
+
+    OSError if it has none for the next ones: each is complete before an older one is removed. For rank 0.
+    """
+    free = shutil.disk_usage(start.output_dir).free
+    if step >= schedule.num_steps:
+        return []
+    needed = num_bytes
+    if not start.continues_here:
+        needed += num_bytes
+    place = f"the disk of --output_dir {str(start.output_dir)!r} has {free / 1e6:.1f} MB free"
+    if free < needed:
+        raise OSError(
+            f"{place}, but a checkpoint takes {num_bytes / 1e6:.1f} MB, and two have to be there at a time: free "
+            f"{(needed - free) / 1e6:.1f} MB, or choose another folder"
+        )
+    num_kept = schedule.num_steps // schedule.keep_every - step // schedule.keep_every + 1  # and the last one
+    if free < needed + num_kept * num_bytes:
+        return [
+            f"warning: {place}, and the run will keep {num_kept} more checkpoints of {num_bytes / 1e6:.1f} MB: free "
+            "space, or raise --save_every"
+        ]
+    return []
 
 
 @dataclass
@@ -65,6 +111,9 @@ class CheckpointSaver:
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.writing: Write | None = None  # on rank 0, until `join` has seen how it ended
         self.began = time.monotonic()  # the last save
+        self.moved = self.began  # the thread has written something
+        self.has_checkpoint = self.start.continues_here
+        self.num_failures = 0  # saves in a row
 
     def is_due(self) -> bool:
         """Whether the current step is to be saved, whatever the time. A function of step and flags alone."""
@@ -77,13 +126,28 @@ class CheckpointSaver:
     def is_time(self) -> bool:
         """Whether `save_minutes` have passed since the last save, and no write is in flight. For rank 0.
 
-        It also reports a write that has failed since.
+        It also reports a write that has failed since. It is time, too, if that was the first one, and if a write does
+        not get on: then `save` waits for it, and so does the watchdog.
         """
         if not self.save_minutes:
             return False
-        if self.writing is not None and self.writing.outcome.done():
-            self.join()
-        return self.writing is None and time.monotonic() - self.began >= 60 * self.save_minutes
+        if self.writing is not None and not self.writing.outcome.done():
+            return self.loop.watchdog is not None and time.monotonic() - self.moved > self.loop.watchdog.timeout
+        self.join()
+        if self.num_failures > 0 and not self.has_checkpoint:
+            return True
+        return time.monotonic() - self.began >= 60 * self.save_minutes
+
+    def is_last_try(self) -> bool:
+        """Whether the run ends if one more save fails. For rank 0."""
+        return self.num_failures > 0 and (not self.has_checkpoint or self.num_failures + 1 >= MAX_FAILURES)
+
+    def is_behind(self) -> bool:
+        """Whether training of more than UNSAVED_SECONDS is not saved, nor being saved. For rank 0."""
+        step = self.loop.step
+        if self.is_saved(step) or self.is_being_saved(step):
+            return False
+        return time.monotonic() - self.began > UNSAVED_SECONDS
 
     def save(self, final: bool = False) -> None:
         """Saves the current step, unless its weights are saved already. All ranks must call it.
@@ -92,7 +156,8 @@ class CheckpointSaver:
         this returns on any rank: if one ended before, its launcher would soon kill rank 0, which writes. At the end of
         the run the weights are saved again, as the last step.
 
-        If the save is not final, a full disk costs a warning only. FloatingPointError if the weights are not finite.
+        If the save is not final, a full disk costs a warning only, unless MAX_FAILURES in a row have failed, or two
+        before there is any checkpoint: then the run ends by OSError. FloatingPointError if the weights are not finite.
         FolderLost if the folder was deleted: it is made again for this step, and the run ends, since its log is lost.
         """
         loop = self.loop
@@ -110,6 +175,7 @@ class CheckpointSaver:
         if all_reduce_sum(shard.count_bad(self.model.state_dict().values())) > 0:
             raise FloatingPointError(f"the weights are not finite after step {step} and were not saved")
         is_new_folder = run_on_rank0(self.make_lost_folder)
+        must_succeed = final or is_new_folder or run_on_rank0(self.is_last_try)
         state = {
             "model": self.model.state_dict(),
             "optimizer": loop.optimizer.state_dict(),
@@ -119,7 +185,7 @@ class CheckpointSaver:
         self.began = time.monotonic()
         copy = self.copies.take(state, keep=self.start.process.is_main)
         run_on_rank0(lambda: self.begin_write(step, copy))
-        if final or is_new_folder:
+        if must_succeed:
             with self.waiting():
                 run_on_rank0(lambda: self.join(required=True))
         if is_new_folder:
@@ -142,7 +208,9 @@ class CheckpointSaver:
 
     def is_being_saved(self, step: int) -> bool:
         """Whether rank 0 writes the weights of `step` now."""
-        return self.writing is not None and self.writing.file == checkpoint.file_name(step)
+        if self.writing is None or self.writing.outcome.done():
+            return False
+        return self.writing.file == checkpoint.file_name(step)
 
     def is_saved(self, step: int) -> bool:
         """Whether rank 0 has written the weights of `step`."""
@@ -153,11 +221,13 @@ class CheckpointSaver:
         info = self.info.at_step(step, self.schedule.steps_per_epoch)
         needed_steps = [*self.steps_since_newest_good(), step]
         outcome = self.thread.submit(self.write_and_prune, step, state, info, needed_steps)
+        self.moved = time.monotonic()
         self.writing = Write(checkpoint.file_name(step), needed_steps, outcome)
 
     def begin_write_of_best(self, state: Mapping[str, Any], info: CheckpointInfo) -> None:
         """Lets the thread write `state` as checkpoint-best.pth. For rank 0."""
         outcome = self.thread.submit(self.write_best, state, info)
+        self.moved = time.monotonic()
         self.writing = Write(checkpoint.file_name("best"), self.saved_steps, outcome)
 
     def steps_since_newest_good(self) -> list[int]:
@@ -172,7 +242,7 @@ class CheckpointSaver:
         self, step: int, state: Mapping[str, Any], info: CheckpointInfo, needed_steps: Sequence[int]
     ) -> str:
         """For the thread. Returns a warning for the log, or "". OSError if the write fails."""
-        checkpoint.save_checkpoint(self.output_dir, step, state, info.to_json(), self.is_kept(step))
+        checkpoint.save_checkpoint(self.output_dir, step, state, info.to_json(), self.is_kept(step), self.note_progress)
         write_progress(self.output_dir, step)
         try:
             checkpoint.prune_checkpoints(self.output_dir, needed_steps)
@@ -182,24 +252,55 @@ class CheckpointSaver:
 
     def write_best(self, state: Mapping[str, Any], info: CheckpointInfo) -> str:
         """For the thread. Returns "", since nothing is pruned. OSError if the write fails."""
-        checkpoint.save_checkpoint(self.output_dir, "best", state, info.to_json())
+        checkpoint.save_checkpoint(self.output_dir, "best", state, info.to_json(), False, self.note_progress)
         return ""
+
+    def note_progress(self) -> None:
+        """For the thread, which has written something."""
+        self.moved = time.monotonic()
 
     def join(self, required: bool = False) -> None:
         """Waits on this rank until the write in flight is complete. If it has failed, logs or raises its error."""
         if self.writing is None:
             return
         writing = self.writing
+        self.wait_for(writing.outcome)
         self.writing = None
         try:
             warning = writing.outcome.result()
-            self.saved_steps = writing.needed_steps
         except OSError as error:
+            self.num_failures += 1
             if required:
-                raise
+                raise self.describe_failure(writing.file, error) from error
             warning = f"warning: {writing.file} could not be written ({error}); training goes on"
+        else:
+            self.saved_steps = writing.needed_steps
+            self.has_checkpoint = self.has_checkpoint or writing.file != checkpoint.file_name("best")
+            self.num_failures = 0
         if warning:
             self.loop.log.info(warning)
+
+    def wait_for(self, outcome: Future[str]) -> None:
+        """Waits until the thread is ready. The watchdog hears of each piece that it has written meanwhile."""
+        moved = self.moved
+        while not outcome.done():
+            wait([outcome], timeout=PULSE)
+            if self.moved != moved and self.loop.watchdog is not None:
+                self.loop.watchdog.heartbeat(self.loop.step, SAVING)
+            moved = self.moved
+
+    def describe_failure(self, file: str, error: OSError) -> OSError:
+        """Returns the error of a write that ends the run, which says what is lost."""
+        lost = "no step of this run is saved"
+        if self.has_checkpoint:
+            lost = f"the steps after step {self.saved_steps[-1]} are not saved"
+        times = ""
+        if self.num_failures > 1:
+            times = f"{self.num_failures} saves in a row have failed: "
+        message = f"{times}{file} could not be written ({error.strerror or error}), and {lost}"
+        if isinstance(error, PermissionError):  # with the file, whose owner is named
+            return PermissionError(error.errno, message, error.filename)
+        return OSError(message)
 
     def finish(self) -> None:
         """Waits on all ranks, which must call it, until the write in flight is complete."""

@@ -3,8 +3,9 @@
 Signals ask a run to stop: it finishes the step, saves a checkpoint, and ends. The same command resumes it.
 
 SLURM sends TERM before it cancels or preempts a job, and the signal of `--signal` before the time limit. A terminal
-sends INT, and HUP when it is closed. The handlers only set a flag. All ranks must stop after the same step, so they
-all-reduce the flag every step, and read the result one step later.
+sends INT, and HUP when it is closed. The handlers print a line and set a flag. All ranks must stop at the same place,
+so they all-reduce the flag every step, and read the result one step later. Work between steps does so every batch, and
+is dropped by the exception `Stopped`.
 
 Each process has a watchdog. Without progress for `timeout` seconds, it prints its stacks and what it is doing, and
 exits with code 75. torchrun or SLURM's requeue then restarts the run from its last checkpoint. A process that waits in
@@ -20,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,12 +32,16 @@ import torch.distributed as dist
 from util.data.workers import SIGNALS
 from util.run.cli import TEMPORARY
 
-# A second signal later than so many seconds ends the process at once. SLURM sends TERM twice within 0.1 s.
-SECOND_SIGNAL_AFTER = 5.0
+
+class Stopped(Exception):
+    """All ranks have agreed to stop in work between two steps. The run saves and ends; its next start does the work."""
 
 
 class StopSignal:
     """Context manager that handles signals. Every rank calls `agreed` once per step, and then `settle` or `finish`.
+
+    Further signals change nothing: SLURM sends TERM twice, and a second one must not end the save. Only SIGQUIT, which
+    is not handled, ends the process at once.
 
     num_asked = all_reduce_sum(stop.flag())
     ...
@@ -47,7 +52,6 @@ class StopSignal:
 
     def __init__(self, device: torch.device) -> None:
         self.name: str | None = None  # of the signal that this process received
-        self.since = 0.0
         self.device = device
         self.pending: tuple[Callable[[], object], torch.Tensor] | None = None
         self.previous: dict[signal.Signals, Any] = {}  # handlers
@@ -69,10 +73,13 @@ class StopSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.name is None:
             self.name = signal.Signals(number).name
-            self.since = time.monotonic()
-        elif time.monotonic() - self.since > SECOND_SIGNAL_AFTER:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        elif number != signal.SIGINT:
+            return
+        text = (
+            f"{self.name}: stopping after this step or batch; a run saves its steps first (SIGQUIT ends it at once)\n"
+        )
+        with suppress(OSError):
+            os.write(2, text.encode())  # `print` may be what the signal has interrupted
 
     def flag(self) -> torch.Tensor:
         """Returns whether this process is asked to stop, 1 or 0, as a tensor [1] on the device."""
@@ -202,14 +209,20 @@ class Watchdog(threading.Thread):
         if work not in self.known:
             self.known.add(work)
             self.limit = self.first
-        yield
-        self.limit = before
+        try:
+            yield
+        finally:
+            self.limit = before
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Context of waiting until a checkpoint is written. A slow storage has half an hour."""
+        """Context of waiting until a checkpoint is written. Rank 0, which writes, is heard while its write gets on.
+
+        The others wait for it without a word, for half an hour at most.
+        """
         before = self.limit
-        self.limit = max(before, SETUP_TIMEOUT)
+        if self.rank > 0:
+            self.limit = max(before, SETUP_TIMEOUT)
         self.heartbeat(self.step, SAVING)
         yield
         self.limit = before

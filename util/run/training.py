@@ -34,7 +34,7 @@ from util.run.loop import TrainLoop
 from util.run.profile import Profile
 from util.run.saving import CheckpointSaver
 from util.run.shard import wrap_model
-from util.run.supervise import BETWEEN, StopSignal
+from util.run.supervise import BETWEEN, Stopped, StopSignal
 from util.text import count_of
 
 if TYPE_CHECKING:
@@ -59,7 +59,11 @@ class BetweenSteps(Protocol):
         ...
 
     def perform(self) -> None:
-        """Does it. All ranks call it. If `loop.should_stop()` is true inside, it returns and the run ends."""
+        """Does it. All ranks call it.
+
+        If it takes longer than a moment, it calls `loop.stop_if_asked`, which ends it by an exception. Nothing is to be
+        written or changed before it is complete.
+        """
         ...
 
 
@@ -98,7 +102,7 @@ class Training:
         last_step = schedule.num_steps
         if args.max_steps is not None:
             last_step = min(last_step, args.max_steps)
-        if run.start.resume_path is None or run.start.began_elsewhere:
+        if not run.start.continues_here:
             run.note(*collectives.run_on_rank0(lambda: set_aside_earlier_run(run.output_dir)))
         self.log = RunLog(run.output_dir, run.first_step, last_step, process.is_main, schedule.steps_per_epoch)
         self.wrapped = wrap_model(model, optimizer, args, plan.precision, plan.accum_iter, process)
@@ -223,14 +227,20 @@ class Training:
         All ranks run the same: `is_due` is equal on all, rank 0 says what is done.
         """
         for work in between:
-            if work.is_due() and not collectives.run_on_rank0(work.is_done):
-                if not self.loop.has_stopped:
-                    with self.watchdog.first_time(type(work)):
-                        self.heartbeat()  # from now on it is watched, also before the first step of a start
-                        work.perform()
-                    self.loop.clock.restart()  # it does not count as training
-                if self.loop.has_stopped:
-                    return False
+            if not work.is_due() or collectives.run_on_rank0(work.is_done):
+                continue
+            if self.loop.has_stopped:
+                return False
+            self.heartbeat()  # from now on it is watched, also before the first step of a start
+            if collectives.run_on_rank0(self.saver.is_behind):
+                self.saver.save()
+            try:
+                with self.watchdog.first_time(type(work)):
+                    self.loop.stop_if_asked()
+                    work.perform()
+            except Stopped:
+                return False
+            self.loop.clock.restart()  # it does not count as training
         return True
 
     def _steps_to_next_pause(self) -> range:
@@ -270,7 +280,7 @@ class Training:
         return every > 0 and rest == 0 and (epoch % every == 0 or self.loop.step == self.schedule.num_steps)
 
     def heartbeat(self) -> None:
-        """Tells the watchdog that this process works, for example once per batch of an evaluation."""
+        """Tells the watchdog that this process works, for example once per image of an evaluation."""
         self.watchdog.heartbeat(self.loop.step - 1, BETWEEN)
 
     def progress(self) -> str:

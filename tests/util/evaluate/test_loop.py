@@ -1,5 +1,6 @@
 """Batches of an evaluation: which images a process sees, when it is heard, what a sharded model does at the end."""
 
+import multiprocessing
 from contextlib import nullcontext
 
 import pytest
@@ -11,6 +12,7 @@ from util.data.open import open_images
 from util.data.transforms import Normalize, ResizeCenterCrop
 from util.evaluate import loop
 from util.evaluate.loop import EvalContext, evaluation_batches, share_of_rank, with_equal_passes
+from util.run.supervise import Stopped
 
 
 @pytest.fixture
@@ -62,3 +64,41 @@ def test_all_processes_run_a_sharded_model_equally_often(dataset, monkeypatch, r
     padded = with_equal_passes(batches, dataset, 7, torch.nn.Identity(), blank.append, context(2))
     assert len(list(padded)) == num_batches
     assert len(blank) == num_blank
+
+
+@pytest.mark.parametrize("num_images", [1, 2, 7, 8, 9, 24])
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_all_processes_ask_for_signals_equally_often(dataset, monkeypatch, num_images, batch_size):
+    """One that asked once more would wait for the others without end."""
+    asked = []
+    for rank in range(3):
+        become(monkeypatch, rank, 3)
+        asked.append(0)
+
+        def ask():
+            asked[-1] += 1
+
+        for _ in evaluation_batches(dataset, range(num_images), context(batch_size, stop_if_asked=ask)):
+            pass
+    assert asked[0] >= 1
+    assert asked == asked[:1] * 3
+
+
+def test_small_batches_ask_every_eight_images(dataset):
+    events = []
+    batches = evaluation_batches(dataset, range(20), context(1, stop_if_asked=lambda: events.append("?")))
+    for _ in batches:
+        events.append("")
+    assert events == ["?"] + 8 * [""] + ["?"] + 8 * [""] + ["?"] + 4 * [""]
+
+
+def test_an_evaluation_that_is_stopped_leaves_no_workers(dataset):
+    def ask():
+        if multiprocessing.active_children():
+            raise Stopped
+
+    options = EvalContext(Normalize(), nullcontext, batch_size=2, num_workers=1, stop_if_asked=ask)
+    with pytest.raises(Stopped):
+        for _ in evaluation_batches(dataset, range(20), options):
+            assert multiprocessing.active_children()
+    assert not multiprocessing.active_children()

@@ -16,8 +16,9 @@ from util.run import checkpoint, saving
 from util.run.checkpoint import list_finished, save_checkpoint, step_of
 from util.run.folder import FolderLock
 from util.run.loop import Meter
-from util.run.saving import CheckpointSaver, FolderLost
+from util.run.saving import CheckpointSaver, FolderLost, check_space, checkpoint_bytes
 from util.run.shard import HostCopies
+from util.run.supervise import Watchdog
 
 CPU = torch.device("cpu")
 FULL = OSError(28, "No space left on device")
@@ -31,7 +32,7 @@ class Log:
         self.lines.append(line)
 
 
-def a_saver(folder, model=None, step=0, keep_every=1000, rank=0, world_size=1, lock=None, **how_often):
+def a_saver(folder, model=None, step=0, keep_every=1000, rank=0, world_size=1, lock=None, continues=False, **how_often):
     """A saver of a run of 100 steps that has begun at step 0 and is at `step`."""
     if model is None:
         model = torch.nn.Linear(2, 2)
@@ -48,7 +49,7 @@ def a_saver(folder, model=None, step=0, keep_every=1000, rank=0, world_size=1, l
     )
     loop.meter.add({"a": torch.ones(())}, torch.ones(()))
     process = Namespace(is_main=rank == 0, world_size=world_size)
-    start = Namespace(output_dir=folder, lock=lock, process=process)
+    start = Namespace(output_dir=folder, lock=lock, process=process, continues_here=continues)
     schedule = Namespace(keep_every=keep_every, num_steps=100, steps_per_epoch=10)
     saver = CheckpointSaver(start, info_of_run(), model, loop, schedule, **how_often)
     loop.step = step
@@ -214,6 +215,149 @@ def test_a_write_that_fails_is_a_warning_at_the_next_report(tmp_path, monkeypatc
     assert steps_in(tmp_path) == [2, 3]
 
 
+def fail_to_save(saver, monkeypatch, step):
+    """A save of `step` fails in the thread."""
+    fill_disk(monkeypatch)
+    saver.loop.step = step
+    saver.save()
+    wait([saver.writing.outcome])
+    monkeypatch.undo()
+
+
+def test_a_first_write_that_fails_is_repeated_at_the_next_report_and_ends_the_run(tmp_path, monkeypatch):
+    """Rank 0 learns of it at a report, where it must not raise alone: it asks all ranks to save, and all raise."""
+    saver = a_saver(tmp_path, save_minutes=60)
+    fail_to_save(saver, monkeypatch, 3)
+    assert saver.is_time()
+    fill_disk(monkeypatch)
+    saver.loop.step = 4
+    said = "^2 saves in a row have failed: checkpoint-4.pth could not be written .*, and no step of this run is saved$"
+    with pytest.raises(OSError, match=said):
+        saver.save()
+
+
+def test_a_first_write_that_fails_once_costs_nothing(tmp_path, monkeypatch):
+    saver = a_saver(tmp_path, save_minutes=60)
+    fail_to_save(saver, monkeypatch, 3)
+    assert saver.is_time()
+    saver.save()
+    assert steps_in(tmp_path) == [3]
+    assert not saver.is_time()
+
+
+def test_three_writes_in_a_row_that_fail_end_the_run(tmp_path, monkeypatch):
+    saver = a_saver(tmp_path, continues=True, save_minutes=60)
+    for step in (3, 4):
+        fail_to_save(saver, monkeypatch, step)
+        assert not saver.is_time()
+    saver.loop.step = 5
+    saver.save()  # a good one
+    for step in (6, 7):
+        fail_to_save(saver, monkeypatch, step)
+        assert not saver.is_time()
+    fill_disk(monkeypatch)
+    saver.loop.step = 8
+    said = "^3 saves in a row have failed: checkpoint-8.pth .*, and the steps after step 5 are not saved$"
+    with pytest.raises(OSError, match=said):
+        saver.save()
+
+
+def test_a_missing_permission_stays_one(tmp_path, monkeypatch):
+    """Its exit code and its advice differ."""
+
+    def save_checkpoint(*_):
+        raise PermissionError(13, "Permission denied", str(tmp_path / "checkpoint-3.pth"))
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", save_checkpoint)
+    saver = a_saver(tmp_path, step=3)
+    with pytest.raises(PermissionError, match="no step of this run is saved") as refusal:
+        saver.save(final=True)
+    assert refusal.value.filename == str(tmp_path / "checkpoint-3.pth")
+
+
+def test_a_write_that_hangs_is_waited_for_at_the_next_report(tmp_path, gate, monkeypatch):
+    """Then the watchdog, which hears nothing, ends the process."""
+    now = [0.0]
+    monkeypatch.replace_in(saving, "time.monotonic", lambda: now[0])
+    saver = a_saver(tmp_path, save_minutes=1)
+    saver.loop.watchdog = Watchdog(timeout=600, first=600)
+    saver.loop.step = 3
+    saver.save()
+    now[0] = 599.0
+    assert not saver.is_time()
+    now[0] = 601.0
+    assert saver.is_time()
+    gate.set()
+    saver.join()
+
+
+def test_the_watchdog_hears_a_slow_write_that_gets_on(tmp_path, monkeypatch):
+    heard = threading.Event()
+    saver = a_saver(tmp_path, step=3)
+    saver.loop.watchdog = Watchdog(timeout=600, first=600)
+    monkeypatch.setattr(saver.loop.watchdog, "heartbeat", lambda step, activity: heard.set())
+    monkeypatch.setattr(saving, "PULSE", 0.1)
+
+    def save_slowly(folder, step, state, meta, keep, on_write):
+        while not heard.is_set():
+            on_write()
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", save_slowly)
+    saver.begin_write(3, {})
+    saver.join()  # it would not come back
+
+
+def test_each_piece_of_a_checkpoint_that_is_written_is_told(tmp_path):
+    sizes = []
+    path = tmp_path / ".checkpoint-1.tmp"
+
+    def note():
+        sizes.append(path.stat().st_size)
+
+    with checkpoint.HashedFile(path, note) as file:
+        torch.save({"a": torch.zeros(2000), "b": torch.zeros(1000)}, file)
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) > 2
+
+
+@pytest.mark.parametrize(
+    ("continues", "free_mb", "outcome"),
+    [
+        (False, 1.9, "refused"),  # the second checkpoint is written beside the first
+        (False, 2.1, "warned"),
+        (False, 7.1, "fits"),  # these two, four that are kept for good, and the last
+        (True, 0.9, "refused"),
+        (True, 1.1, "warned"),
+        (True, 6.1, "fits"),
+    ],
+)
+def test_a_disk_without_space_for_the_checkpoints(tmp_path, monkeypatch, continues, free_mb, outcome):
+    usage = Namespace(free=free_mb * 1e6)
+    monkeypatch.replace_in(saving, "shutil.disk_usage", lambda path: usage)
+    saver = a_saver(tmp_path, keep_every=25, continues=continues)
+    arguments = (saver.start, saver.schedule, 0, 1_000_000)
+    if outcome == "refused":
+        with pytest.raises(OSError, match=f"has {free_mb} MB free, but a checkpoint takes 1.0 MB"):
+            check_space(*arguments)
+        return
+    notes = check_space(*arguments)
+    assert len(notes) == (outcome == "warned")
+    assert all("the run will keep 5 more checkpoints of 1.0 MB" in note for note in notes)
+
+
+def test_the_size_of_a_checkpoint_is_that_of_its_file(tmp_path):
+    """Before the first step, when AdamW has no moments yet, and after it."""
+    saver = a_saver(tmp_path, torch.nn.Linear(300, 200))
+    expected = checkpoint_bytes(saver.model, saver.loop.optimizer)
+    saver.model(torch.ones(1, 300)).sum().backward()
+    saver.loop.optimizer.step()
+    saver.loop.step = 1
+    saver.save(final=True)
+    size = (tmp_path / "checkpoint-1.pth").stat().st_size
+    assert expected == pytest.approx(size, rel=0.02)
+    assert checkpoint_bytes(saver.model, saver.loop.optimizer) == pytest.approx(size, rel=0.02)
+
+
 def test_the_last_write_must_not_fail(tmp_path, monkeypatch):
     saver = a_saver(tmp_path, step=1)
     fill_disk(monkeypatch)
@@ -280,14 +424,15 @@ def _save_slowly(rank, folder, is_full, final):
         if not final:
             saver.finish()
     except OSError as error:
-        raised = error.errno
+        raised = str(error)
     return {"is_written": (folder / "written").exists(), "raised": raised}
 
 
 @pytest.mark.parametrize(("is_full", "final"), [(False, True), (True, True), (False, False)])
 def test_no_rank_goes_on_before_the_checkpoint_is_written(tmp_path, is_full, final):
     """A rank that ends earlier makes torchrun or srun kill rank 0 in the middle of its write."""
-    expected = {"is_written": not is_full, "raised": FULL.errno if is_full else None}
+    said = "checkpoint-7.pth could not be written (No space left on device), and no step of this run is saved"
+    expected = {"is_written": not is_full, "raised": said if is_full else None}
     assert run_in_two_processes(_save_slowly, tmp_path, is_full, final) == [expected, expected]
 
 

@@ -55,20 +55,15 @@ def test_a_finished_run_is_neither_killed_nor_requeued_by_a_batch_system():
             signal.signal(number, handler)
 
 
-def test_a_late_second_signal_has_its_default_action(monkeypatch):
-    """`os.kill` and the clock of the module are replaced: the default action would end the tests."""
-    now = [0.0]
-    taken = []
-    monkeypatch.replace_in(supervise, "time.monotonic", lambda: now[0])
-    monkeypatch.replace_in(supervise, "os.kill", lambda pid, number: taken.append(number))
-    with StopSignal(torch.device("cpu")):
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert not taken
-        now[0] = 60.0
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert taken == [signal.SIGTERM]
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+def test_further_signals_change_nothing_and_the_first_is_told_at_once(capfd):
+    """Also while the process prints, so past Python's own buffers. Only Ctrl-C is answered each time."""
+    with StopSignal(torch.device("cpu")) as stop:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+            os.kill(os.getpid(), number)
+            assert stop.name == "SIGTERM"
+    told = capfd.readouterr().err
+    assert told.count("SIGTERM: stopping after this step or batch") == 2
+    assert told.count("\n") == 2
 
 
 PROGRAM = """
@@ -221,13 +216,15 @@ def test_what_may_compile_has_more_time():
     assert limits == [3600, 600, 3600]
 
 
-def test_a_write_of_a_checkpoint_has_half_an_hour():
-    watchdog = Watchdog(timeout=600, first=600)
+@pytest.mark.parametrize(("rank", "limit"), [(0, 600), (1, 1800)])
+def test_a_process_that_waits_for_the_writer_has_half_an_hour(rank, limit):
+    """Rank 0 is heard while its write gets on, so a write that hangs is found as anything else."""
+    watchdog = Watchdog(timeout=600, first=600, rank=rank)
     watchdog.heartbeat(7, supervise.FORWARD)
     with watchdog.saving():
-        assert (watchdog.limit, watchdog.step, watchdog.activity) == (1800, 7, supervise.SAVING)
+        assert (watchdog.limit, watchdog.step, watchdog.activity) == (limit, 7, supervise.SAVING)
     assert (watchdog.limit, watchdog.activity) == (600, supervise.BETWEEN)
-    patient = Watchdog(timeout=7200, first=7200)
+    patient = Watchdog(timeout=7200, first=7200, rank=rank)
     with patient.saving():
         assert patient.limit == 7200
 
