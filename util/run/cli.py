@@ -81,13 +81,17 @@ class FlagRule:
     below: float | None = None
 
     def objection(self, value: Any) -> str | None:
-        """Returns what is wrong with a value of the flag, or None."""
-        numbers = value if isinstance(value, (list, tuple)) else [value]
-        for number in numbers:
-            if isinstance(number, float) and not math.isfinite(number):
-                return "must be finite"
+        """Returns what is wrong with a value of the flag, or None. Of a list, each number has the bounds."""
+        if isinstance(value, (list, tuple)):
+            for number in value:
+                objection = self.objection(number)
+                if objection is not None:
+                    return objection
+            return None
         if value is None:
             return None
+        if isinstance(value, float) and not math.isfinite(value):
+            return "must be finite"
         if self.at_least is not None and value < self.at_least:
             return f"must be at least {self.at_least}"
         if self.at_most is not None and value > self.at_most:

@@ -303,6 +303,8 @@ def numbers_parser():
     group.add_argument("--share", type=float, at_least=0, at_most=1)
     group.add_argument("--norm", type=float, above=0)
     group.add_argument("--betas", type=float, nargs=2)
+    group.add_argument("--sides", type=int, nargs="*", at_least=1)
+    group.add_argument("--rates", type=float, nargs="+", action="append", above=0, below=1)
     return parser
 
 
@@ -315,6 +317,8 @@ def numbers_parser():
         ("--norm 0", "--norm must be above 0, got 0.0"),
         ("--norm inf", "--norm must be finite, got inf"),
         ("--betas 0.9 nan", "--betas must be finite, got [0.9, nan]"),
+        ("--sides 4 0", "--sides must be at least 1, got [4, 0]"),
+        ("--rates 0.1 0.2 --rates 0.5 1", "--rates must be below 1, got [[0.1, 0.2], [0.5, 1.0]]"),
     ],
 )
 def test_a_number_outside_the_bounds_of_its_flag_is_refused(flags, said, capsys):
@@ -326,6 +330,8 @@ def test_a_number_outside_the_bounds_of_its_flag_is_refused(flags, said, capsys)
 def test_bounds_hold_for_the_values_of_a_recipe_too(capsys):
     parser = numbers_parser()
     assert parser.parse_args(["--steps", "1", "--share", "1", "--norm", "1e-9"]).steps == 1
+    assert parser.parse_args(["--sides", "1", "2"]).sides == [1, 2]
+    assert parser.parse_args(["--sides"]).sides == []
     parser.set_defaults(steps=0)  # as a recipe does
     with pytest.raises(SystemExit, match="2"):
         parser.parse_args([])
