@@ -142,8 +142,11 @@ class FlagGroup(FlagContainer, argparse._ArgumentGroup):
 class Parser(FlagContainer, argparse.ArgumentParser):
     """An ArgumentParser with `HelpFormatter`, rules of flags, and errors of one paragraph without the usage."""
 
+    recipe: Mapping[str, Any]  # the values of the recipe in use, by `dest`
+
     def __init__(self, *args: Any, **options: Any) -> None:
         self.rules = {}
+        self.recipe = {}
         super().__init__(*args, **{"formatter_class": HelpFormatter, **options})
 
     def add_argument_group(self, *args: Any, **options: Any) -> FlagGroup:
@@ -165,6 +168,14 @@ class Parser(FlagContainer, argparse.ArgumentParser):
         for name, change in changes.items():
             self.rules[name] = replace(self.rules.get(name, FlagRule()), changes=change)
 
+    def use_recipe(self, values: Mapping[str, Any]) -> None:
+        """Lets the values of a recipe win over the defaults of flags, which stay as they are."""
+        self.recipe = dict(values)
+
+    def value_without_flag(self, name: str) -> Any:
+        """Returns the value of a flag that a command does not give: the recipe's, or the flag's own default."""
+        return self.recipe.get(name, self.get_default(name))
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses `args`. A number outside the bounds of its flag ends the program, also that of a recipe."""
         parsed = super().parse_args(args, namespace)
@@ -185,6 +196,11 @@ class Parser(FlagContainer, argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses `args`, with the user's home for `~`. Shells leave it in `--flag=~/x` as it is."""
         words = [expand_home(word) for word in (sys.argv[1:] if args is None else args)]
+        if namespace is None:
+            namespace = argparse.Namespace()
+        for name, value in self.recipe.items():
+            if name not in namespace:
+                setattr(namespace, name, value)  # argparse takes a default only where nothing is set
         return super().parse_known_args(words, namespace)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -237,7 +253,7 @@ def expand_home(word: str) -> str:
 
 
 def parse_with_recipe(
-    parser: argparse.ArgumentParser, recipes: Mapping[str, Mapping[str, Any]], argv: Sequence[str] | None = None
+    parser: Parser, recipes: Mapping[str, Mapping[str, Any]], argv: Sequence[str] | None = None
 ) -> argparse.Namespace:
     """Parses `argv`. `--recipe NAME` sets defaults from `recipes[NAME]`; explicit flags win.
 
@@ -250,7 +266,7 @@ def parse_with_recipe(
         unknown = [key for key in recipes[name] if key not in flags]
         if unknown:
             parser.error(f"recipe {name!r} sets {', '.join(unknown)}, which {parser.prog} does not know")
-        parser.set_defaults(**recipes[name])
+        parser.use_recipe(recipes[name])
     args = parser.parse_args(argv)
     if name is not None and "patch_size" in recipes[name].keys() - flags_given(parser, argv):
         refuse_other_patch(parser, args, recipes[name]["patch_size"])
@@ -267,13 +283,13 @@ def check_recipe(parser: argparse.ArgumentParser, name: str, recipes: Iterable[s
         parser.error(f"unknown recipe {name!r}{close_to(name, recipes)} (`list` names all)")
 
 
-def refuse_other_patch(parser: argparse.ArgumentParser, args: argparse.Namespace, patch_size: int) -> None:
+def refuse_other_patch(parser: Parser, args: argparse.Namespace, patch_size: int) -> None:
     """Ends the program if `--model` is named for other patches than the recipe's model, and not for `patch_size`.
 
     patch_size: of the recipe. It wins over the name of the recipe's model, but may not be meant for another one.
     """
     named = re.search(r"_patch(\d+)", args.model)
-    expected = re.search(r"_patch(\d+)", parser.get_default("model"))
+    expected = re.search(r"_patch(\d+)", parser.value_without_flag("model"))
     if named is None or expected is None or named[1] in (expected[1], str(patch_size)):
         return
     parser.error(
@@ -282,28 +298,38 @@ def refuse_other_patch(parser: argparse.ArgumentParser, args: argparse.Namespace
     )
 
 
-def scale_warmup(parser: argparse.ArgumentParser, args: argparse.Namespace, argv: Sequence[str] | None) -> None:
+def scale_warmup(parser: Parser, args: argparse.Namespace, argv: Sequence[str] | None) -> None:
     """Scales a default warm-up, or a recipe's, with the length of a schedule that has become shorter than it."""
     for length, warmup in (("epochs", "warmup_epochs"), ("num_iters", "warmup_iters")):
         steps = getattr(args, warmup, None)
         most = getattr(args, length, None)
         if steps and most is not None and 0 <= most < steps and warmup not in flags_given(parser, argv):
-            scaled = steps * most / parser.get_default(length)
+            scaled = steps * most / parser.value_without_flag(length)
             setattr(args, warmup, scaled if length == "epochs" else int(scaled))
 
 
-def flags_given(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> set[str]:
+def flags_given(parser: Parser, argv: Sequence[str] | None = None) -> set[str]:
     """Returns the `dest` of each flag that `argv` itself sets, in any spelling: `--lr 1`, `--lr=1` or an abbreviation.
 
     Defaults and the values of a recipe do not count, and positional arguments are not flags. `argv` must be valid.
     """
     parser = copy.deepcopy(parser)
+    parser.use_recipe({})
     parser._defaults.clear()
     flags = [action for action in parser._actions if action.option_strings]
     for action in flags:
         action.default = argparse.SUPPRESS  # the namespace then lacks flags that are not given
     given = vars(parser.parse_known_args(argv)[0])
     return {action.dest for action in flags} & given.keys()
+
+
+def flags_chosen(parser: Parser, argv: Sequence[str] | None = None) -> set[str]:
+    """Returns the `dest` of each flag that `argv` sets, or that its recipe sets to another value than its default."""
+    chosen = flags_given(parser, argv)
+    for name, value in parser.recipe.items():
+        if value != parser.get_default(name):
+            chosen.add(name)
+    return chosen
 
 
 def with_dashes(message: str, parser: argparse.ArgumentParser) -> str:

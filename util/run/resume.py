@@ -101,19 +101,19 @@ def refuse_changes(changes: Sequence[str], path: Path) -> None:
 
 
 def find_changes(
-    before: CheckpointInfo, now: CheckpointInfo, flag_changes: Changes, given: Collection[str] = ()
+    before: CheckpointInfo, now: CheckpointInfo, flag_changes: Changes, chosen: Collection[str] = ()
 ) -> list[str]:
     """Returns a sentence for each difference between a checkpoint and this start that changes results.
 
-    A setting of which `flag_changes` says nothing changes results. given: names of the flags of this command. The
-    checkpoint may be older than a flag: to give it is a change, and to leave it out is none, since the default of a new
-    flag keeps the former behaviour.
+    A setting of which `flag_changes` says nothing changes results. chosen: names of the flags that this command or its
+    recipe sets. The checkpoint may be older than a flag: to set it is a change, and to leave it out is none, since the
+    default of a new flag keeps the former behaviour.
     """
     assert before.run is not None
     assert now.run is not None
     names = changed_names("results", flag_changes, before.settings, now.settings)
     changes = [f"--{describe_change(name, before.settings, now.settings)}" for name in names]
-    for name in sorted(given):
+    for name in sorted(chosen):
         if name not in before.settings and flag_changes.get(name, "results") == "results":
             changes.append(f"--{name} is unknown to the checkpoint and now is {now.settings.get(name)}")
     changes += find_data_changes(before, now)

@@ -25,7 +25,7 @@ from util.data.statistics import Statistics, choose_statistics
 from util.run import checkpoint
 from util.run.check_nodes import check_nodes
 from util.run.checkpoint import CheckpointInfo, DataInfo, EncoderSource, RunInfo
-from util.run.cli import Parser, flags_given
+from util.run.cli import Parser, flags_chosen
 from util.run.distributed import Process
 from util.run.errors import SetUp, exit_on_setup_errors
 from util.run.flags import Plan, RunSchedule, changes_of_flags, make_plan
@@ -64,14 +64,14 @@ class RunFacts:
 class Run:
     """One start of a run, in one process, before its model is there.
 
-    given: names of the flags of the command. resumed: what the checkpoint to resume says, None for a new run.
-    encoder_flag: name of the flag that gives the first weights. encoder: the checkpoint whose weights the run begins
-    with, or began with. notes: for the log, which opens later.
+    chosen: names of the flags that command or recipe set. resumed: what the checkpoint to resume says, None for a new
+    run. encoder_flag: name of the flag that gives the first weights. encoder: the checkpoint whose weights the run
+    begins with, or began with. notes: for the log, which opens later.
     """
 
     parser: Parser
     args: argparse.Namespace
-    given: set[str]
+    chosen: set[str]
     plan: Plan
     start: Start
     set_up: SetUp
@@ -117,10 +117,10 @@ class Run:
                     if args.check_nodes:
                         watchdog.begin_phase("check of nodes")
                         notes = [*notes, *check_nodes(process, plan.precision)]
-                    given = flags_given(parser, argv)
+                    chosen = flags_chosen(parser, argv)
                     watchdog.begin_phase("images")
                     yield cls(
-                        parser, args, given, plan, start, set_up, watchdog, resumed, encoder_flag, encoder, list(notes)
+                        parser, args, chosen, plan, start, set_up, watchdog, resumed, encoder_flag, encoder, list(notes)
                     )
         finally:
             if start is not None:
@@ -262,7 +262,7 @@ class Run:
         path = self.start.resume_path
         assert path is not None
         flag_changes = changes_of_flags(self.parser, self.plan)
-        changes = find_changes(resumed, info, flag_changes, self.given)
+        changes = find_changes(resumed, info, flag_changes, self.chosen)
         if not self.args.allow_changes:
             refuse_changes(changes, path)
         # Rank 0 has compared its hash in `enter_folder`. On other nodes one process does, since all read the same copy.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import main_pretrain
-from tests.runs import info_of_run
+from tests.runs import info_of_run, pretrain
 from util.run.checkpoint import CheckpointError, StartInfo, refuse_damage, save_checkpoint
 from util.run.distributed import Process
 from util.run.flags import Plan, changes_of_flags
@@ -56,10 +56,10 @@ def test_changes_of_results_are_found(changes, said):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"), [([], []), (["target"], ["--target is unknown to the checkpoint and now is x"])]
+    ("chosen", "said"), [([], []), (["target"], ["--target is unknown to the checkpoint and now is x"])]
 )
-def test_a_flag_that_is_newer_than_the_checkpoint_is_a_change_if_it_is_given(given, said):
-    assert find_changes(BEFORE, other({"target": "x"}), CHANGES, given) == said
+def test_a_flag_that_is_newer_than_the_checkpoint_is_a_change_if_it_is_chosen(chosen, said):
+    assert find_changes(BEFORE, other({"target": "x"}), CHANGES, chosen) == said
     assert find_changes(BEFORE, other({"print_freq": 3}), {"print_freq": "nothing"}, ["print_freq"]) == []
 
 
@@ -81,6 +81,26 @@ def test_allowed_differences_give_notes(changes, said):
     notes = find_notes(BEFORE, other(**changes), CHANGES)
     for text, expected in zip(notes, said, strict=True):
         assert expected in text
+
+
+@pytest.mark.fault("U101", "a recipe gains a flag, and its run is started again", "refused, with the flag's value")
+def test_a_recipe_that_gains_a_flag_does_not_change_a_run_silently(photos, tmp_path, capsys, monkeypatch):
+    recipe = {"throw_ratio": 0.25}
+    monkeypatch.setitem(main_pretrain.RECIPES, "mine", recipe)
+    command = (photos, tmp_path, "--recipe", "mine", "--max_steps")
+    pretrain(*command, 1)
+    make_parser = main_pretrain.get_args_parser
+
+    def make_parser_of_today():
+        parser = make_parser()
+        parser.add_argument("--target", default="pixels")
+        return parser
+
+    monkeypatch.setattr(main_pretrain, "get_args_parser", make_parser_of_today)
+    recipe["target"] = "hog"
+    assert "--target is unknown to the checkpoint and now is hog" in pretrain.refused(capsys, *command, 2)
+    recipe["target"] = "pixels"  # its default, which keeps the former behaviour
+    assert pretrain(*command, 2)["meta"]["settings"]["target"] == "pixels"
 
 
 def start(tmp_path, **parts):

@@ -134,7 +134,7 @@ def test_one_process_of_each_node_hashes_the_checkpoint(monkeypatch, tmp_path, r
         process=Process(torch.device("cpu"), rank, 16, 8, local_rank),
         start=Namespace(resume_path=tmp_path),
         args=Namespace(allow_changes=True, shard=shard),
-        given=set(),
+        chosen=set(),
         parser=None,
         plan=None,
         first_step=0,
