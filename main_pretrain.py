@@ -408,7 +408,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         collator = model.collator(args.sampling, args.seed)
         loader = TrainLoader(dataset, collator, model.img_size, run.plan, run.process, args.seed)
 
-        schedule = schedule_by_epochs(args, run.plan, loader.steps_per_epoch)
+        schedule = schedule_by_epochs(parser, args, run.plan, loader.steps_per_epoch)
         training = run.begin_training(model, optimizer, dataset, schedule, describe_model(model, statistics))
         training.announce(summary_rows(args, model, images))
         # An image costs the same in all steps, unless images grow, or attention maps change the token counts.

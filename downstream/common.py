@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import models_vit
 from util import collectives
 from util.data.transforms import Size
-from util.run.cli import FlagGroup, Parser
+from util.run.cli import FlagGroup, Parser, describe_warmup
 from util.run.flags import (
     Plan,
     RunSchedule,
@@ -110,7 +110,8 @@ def add_iteration_flags(group: FlagGroup) -> None:
     optimisation(
         "--warmup_iters",
         type=int,
-        help="optimizer steps of linear warm-up; if not given and longer than --num_iters, it is scaled with it",
+        help="optimizer steps of linear warm-up; if not given, that of the recipe or of the defaults, which keeps its "
+        "share of a schedule that is shorter than theirs",
     )
     optimisation(
         "--lr",
@@ -187,7 +188,7 @@ class StepDecay:
 
 
 def schedule_by_iterations(
-    args: argparse.Namespace, plan: Plan, steps_per_epoch: int, learning_rate: Callable[..., float]
+    parser: Parser, args: argparse.Namespace, plan: Plan, steps_per_epoch: int, learning_rate: Callable[..., float]
 ) -> RunSchedule:
     """Returns the schedule of a run whose flags count iterations."""
     epochs = args.num_iters / steps_per_epoch
@@ -197,7 +198,7 @@ def schedule_by_iterations(
         num_steps=args.num_iters,
         keep_every=args.save_every,
         learning_rate=learning_rate,
-        summary=f"{length}, {args.warmup_iters} of warm-up, peak learning rate {plan.lr:.4g}",
+        summary=f"{length}, {describe_warmup(parser, args, 'warmup_iters')}, peak learning rate {plan.lr:.4g}",
         pauses=(args.eval_every, args.save_every),
         epochs=epochs,
         unit="iteration",

@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         loader = TrainLoader(dataset, PadAndStack(args.input_size), model.img_size, run.plan, run.process, args.seed)
 
         rate = StepDecay(args.num_iters, args.warmup_iters, run.plan.lr, args.lr_drops)
-        schedule = schedule_by_iterations(args, run.plan, loader.steps_per_epoch, rate)
+        schedule = schedule_by_iterations(parser, args, run.plan, loader.steps_per_epoch, rate)
         pretrain_size = model.backbone.grid_size[0] * model.patch_size
         settings = {**chosen, "patch_size": model.patch_size, "pretrain_size": pretrain_size}
         facts = RunFacts(statistics, settings, val_images)

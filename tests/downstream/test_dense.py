@@ -3,9 +3,12 @@
 import re
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from downstream.common import LinearDecay, StepDecay
+from downstream.common import LinearDecay, StepDecay, schedule_by_iterations
+from downstream.detection import main_detection
+from downstream.segmentation import main_segmentation
 from models_vit import MICRO, VisionTransformer
 from tests.downstream.bands import bands, write_array, write_bands
 from tests.downstream.dense import detect, segment, segment_linear
@@ -14,6 +17,8 @@ from util.data.pixel_format import read_header
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.results import RESULTS
 from util.run.checkpoint import newest_checkpoint, save_checkpoint
+from util.run.distributed import Process
+from util.run.flags import make_plan
 from util.run.folder import read_json
 
 LOSSES = {"val_miou": ("decode", "aux"), "val_box_ap": ("objectness", "rpn_box", "class", "box", "mask")}
@@ -226,6 +231,26 @@ def test_bad_flags_are_refused_before_training(dense, tmp_path, capsys, flags, m
 
 
 # ------------------------------------------------------------------------------------------------------------ schedules
+
+
+@pytest.mark.parametrize(
+    ("main", "command", "said"),
+    [
+        (
+            main_segmentation,
+            "--num_iters 40000",
+            "40000 iterations, 400 epochs of 100 steps, 375 of warm-up (scaled from",
+        ),
+        (main_segmentation, "--num_iters 20000 --head linear", "750 of warm-up (scaled from 1500 of 40000), peak"),
+        (main_segmentation, "--recipe ade20k_linear_vit_base", "1500 of warm-up, peak"),
+        (main_segmentation, "--num_iters 1000 --warmup_iters 900", "900 of warm-up, peak"),
+        (main_detection, "--num_iters 44000 --recipe short", "125 of warm-up (scaled from 250 of 88000), peak"),
+    ],
+)
+def test_the_summary_says_whether_the_warm_up_was_scaled(main, command, said):
+    parser, args = main.parse_args(command.split())
+    plan = make_plan(args, Process(torch.device("cpu")))
+    assert said in schedule_by_iterations(parser, args, plan, 100, lambda step: 0.0).summary
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ LONG_CHOICES = 50  # characters
 FINAL = (2, 3, 4)
 TEMPORARY = 75  # exit code (EX_TEMPFAIL): the same command may succeed later
 PROGRESS = ".progress"  # file in the output folder that says how far the run is
+WARMUPS = {"warmup_epochs": "epochs", "warmup_iters": "num_iters"}  # {flag: the flag of the schedule's length}
 # What another value of a flag changes. "rounding": results still agree to rounding. "split": how the total batch is
 # split over processes and micro-batches; each step has the same images.
 Change = Literal["nothing", "rounding", "split", "results"]
@@ -257,7 +258,7 @@ def parse_with_recipe(
 ) -> argparse.Namespace:
     """Parses `argv`. `--recipe NAME` sets defaults from `recipes[NAME]`; explicit flags win.
 
-    A warm-up that no flag gives is scaled to a schedule that would be shorter.
+    A warm-up that no flag gives keeps its share of a schedule that has become shorter, see `warmup_without_flag`.
     """
     name = parser.parse_known_args(argv)[0].recipe
     if name is not None:
@@ -299,13 +300,50 @@ def refuse_other_patch(parser: Parser, args: argparse.Namespace, patch_size: int
 
 
 def scale_warmup(parser: Parser, args: argparse.Namespace, argv: Sequence[str] | None) -> None:
-    """Scales a default warm-up, or a recipe's, with the length of a schedule that has become shorter than it."""
-    for length, warmup in (("epochs", "warmup_epochs"), ("num_iters", "warmup_iters")):
-        steps = getattr(args, warmup, None)
-        most = getattr(args, length, None)
-        if steps and most is not None and 0 <= most < steps and warmup not in flags_given(parser, argv):
-            scaled = steps * most / parser.value_without_flag(length)
-            setattr(args, warmup, scaled if length == "epochs" else int(scaled))
+    """Sets the warm-up that no flag gives. Ends the program if it is more than half of the schedule."""
+    given = flags_given(parser, argv)
+    for flag, length_flag in WARMUPS.items():
+        if flag in given or parser.value_without_flag(flag) is None:
+            continue
+        length = getattr(args, length_flag)
+        warmup = warmup_without_flag(parser, flag, length)
+        if warmup > length / 2:
+            parser.error(f"a warm-up of {warmup:g} is more than half of --{length_flag} {length}: give --{flag}")
+        setattr(args, flag, warmup)
+
+
+def warmup_without_flag(parser: Parser, flag: str, length: int) -> float:
+    """Returns the warm-up of a schedule of this length if no flag gives one.
+
+    It is that of the recipe or of the defaults, which keeps its share of a schedule that is shorter than theirs. So one
+    epoch more or less changes it little, and there is always time for the rate to fall.
+    """
+    warmup = parser.value_without_flag(flag)
+    made_for = length_of_warmup(parser, flag)
+    if length >= made_for:
+        return warmup
+    scaled = warmup * length / made_for
+    if flag == "warmup_iters":
+        return int(scaled)
+    return scaled
+
+
+def length_of_warmup(parser: Parser, flag: str) -> int:
+    """Returns the length of the schedule for which the recipe, or else the defaults, set the warm-up `flag`."""
+    length_flag = WARMUPS[flag]
+    if flag in parser.recipe:
+        return parser.value_without_flag(length_flag)
+    return parser.get_default(length_flag)
+
+
+def describe_warmup(parser: Parser, args: argparse.Namespace, flag: str) -> str:
+    """Returns the warm-up in words, for the summary of a run."""
+    warmup = getattr(args, flag)
+    text = f"{warmup:g} of warm-up"
+    default = parser.value_without_flag(flag)
+    if warmup != default and warmup == warmup_without_flag(parser, flag, getattr(args, WARMUPS[flag])):
+        text += f" (scaled from {default:g} of {length_of_warmup(parser, flag)})"
+    return text
 
 
 def flags_given(parser: Parser, argv: Sequence[str] | None = None) -> set[str]:

@@ -17,7 +17,7 @@ from util.data.folders import DEFAULT_PATH
 from util.data.invalid_pixels import nodata_value
 from util.data.open import DATASETS
 from util.lr_sched import SCHEDULES, Schedule
-from util.run.cli import Change, FlagContainer, FlagGroup, Parser
+from util.run.cli import Change, FlagContainer, FlagGroup, Parser, describe_warmup
 from util.run.distributed import PRECISIONS, Process, gpu_memory, precision
 from util.text import count_of
 
@@ -66,7 +66,8 @@ def add_epoch_flags(group: FlagGroup) -> None:
     flag(
         "--warmup_epochs",
         type=float,
-        help="epochs of linear warm-up; if not given and longer than --epochs, it is scaled with the schedule",
+        help="epochs of linear warm-up; if not given, that of the recipe or of the defaults, which keeps its share of "
+        "a schedule that is shorter than theirs: 40 of 800 epochs become 2 of 40",
     )
     flag("--blr", type=float, at_least=0, help="base learning rate: lr = blr * total batch size / 256")
     flag("--lr", type=float, at_least=0, help="absolute learning rate, instead of --blr")
@@ -464,7 +465,7 @@ class RunSchedule:
     unit: str = "epoch"  # of --eval_every, or "iteration"
 
 
-def schedule_by_epochs(args: argparse.Namespace, plan: Plan, steps_per_epoch: int) -> RunSchedule:
+def schedule_by_epochs(parser: Parser, args: argparse.Namespace, plan: Plan, steps_per_epoch: int) -> RunSchedule:
     """Returns the schedule of a run whose flags count epochs."""
     learning_rate = Schedule(
         args.lr_schedule,
@@ -482,7 +483,7 @@ def schedule_by_epochs(args: argparse.Namespace, plan: Plan, steps_per_epoch: in
         num_steps=args.epochs * steps_per_epoch,
         keep_every=args.save_every * steps_per_epoch,
         learning_rate=learning_rate,
-        summary=f"{length}, {args.warmup_epochs:g} of warm-up, peak learning rate {plan.lr:.4g}",
+        summary=f"{length}, {describe_warmup(parser, args, 'warmup_epochs')}, peak learning rate {plan.lr:.4g}",
         pauses=(steps_per_epoch,),
         epochs=args.epochs,
     )

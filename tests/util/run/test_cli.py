@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from util.run.cli import Parser, flags_given, parse_with_recipe, prepare_file, user_errors, with_dashes
+from util.run.cli import (
+    Parser,
+    describe_warmup,
+    flags_given,
+    parse_with_recipe,
+    prepare_file,
+    user_errors,
+    with_dashes,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -110,20 +118,8 @@ def test_a_recipe_s_values_are_not_given():
     assert flags_given(parser, argv) == {"recipe", "rate"}
 
 
-@pytest.mark.fault("U85", "`--epochs 10` without --warmup_epochs", "the default is scaled; a given one is refused")
-@pytest.mark.parametrize(
-    ("argv", "warmups"),
-    [
-        ("", (40, 50)),
-        ("--epochs 40", (40, 50)),  # it fits, as it always did
-        ("--epochs 10", (4, 50)),
-        ("--recipe fast --epochs 5", (2.5, 50)),
-        ("--num_iters 30", (40, 3)),
-        ("--epochs 10 --warmup_epochs 40", (40, 50)),  # which the checks of the flags refuse
-        ("--epochs -1", (40, 50)),
-    ],
-)
-def test_a_warm_up_that_nobody_gave_fits_into_the_schedule(argv, warmups):
+def parse_schedule(flags, recipe=None):
+    """Parses flags of a schedule whose defaults are 40 of 100 epochs and 50 of 500 iterations."""
     parser = Parser("main_x.py")
     parser.add_argument("--recipe")
     parser.add_argument("--epochs", type=int, default=100)
@@ -131,9 +127,61 @@ def test_a_warm_up_that_nobody_gave_fits_into_the_schedule(argv, warmups):
     parser.add_argument("--warmup_epochs", type=float)
     parser.add_argument("--warmup_iters", type=int)
     parser.set_defaults(warmup_epochs=40, warmup_iters=50, num_iters=500)
-    args = parse_with_recipe(parser, {"fast": {"epochs": 20, "warmup_epochs": 10}}, argv.split())
+    argv = flags.split()
+    if recipe is not None:
+        argv += ["--recipe", "mine"]
+    return parser, parse_with_recipe(parser, {"mine": recipe or {}}, argv)
+
+
+LONG = {"epochs": 800, "warmup_epochs": 40}
+
+
+@pytest.mark.fault(
+    "U85", "`--epochs 10` without --warmup_epochs", "the warm-up keeps its share of the schedule, at any length; said"
+)
+@pytest.mark.parametrize(
+    ("flags", "recipe", "warmups", "said"),
+    [
+        ("", None, (40, 50), "40 of warm-up"),
+        ("--epochs 101", None, (40, 50), "40 of warm-up"),
+        ("--epochs 40", None, (16, 50), "16 of warm-up (scaled from 40 of 100)"),
+        ("--epochs 10", None, (4, 50), "4 of warm-up (scaled from 40 of 100)"),
+        ("", LONG, (40, 50), "40 of warm-up"),
+        ("--epochs 1600", LONG, (40, 50), "40 of warm-up"),
+        ("--epochs 400", LONG, (20, 50), "20 of warm-up (scaled from 40 of 800)"),
+        ("--epochs 40", LONG, (2, 50), "2 of warm-up (scaled from 40 of 800)"),
+        ("--epochs 39", LONG, (1.95, 50), "1.95 of warm-up (scaled from 40 of 800)"),
+        ("", {"epochs": 20}, (8, 50), "8 of warm-up (scaled from 40 of 100)"),  # the default warm-up
+        ("--epochs 50", {"warmup_epochs": 10}, (5, 50), "5 of warm-up (scaled from 10 of 100)"),
+        ("--num_iters 30", None, (40, 3), "40 of warm-up"),
+        ("--num_iters 499", None, (40, 49), "40 of warm-up"),
+        ("--epochs 50 --warmup_epochs 40", None, (40, 50), "40 of warm-up"),
+        ("--epochs 10 --warmup_epochs 40", LONG, (40, 50), "40 of warm-up"),  # which the checks of the flags refuse
+    ],
+)
+def test_a_warm_up_that_no_flag_gives_keeps_its_share_of_a_shorter_schedule(flags, recipe, warmups, said):
+    parser, args = parse_schedule(flags, recipe)
     assert (args.warmup_epochs, args.warmup_iters) == warmups
     assert isinstance(args.warmup_iters, int)
+    assert describe_warmup(parser, args, "warmup_epochs") == said
+
+
+@pytest.mark.parametrize("recipe", [None, LONG])
+def test_no_epoch_more_makes_the_warm_up_jump(recipe):
+    """Nor shrink, nor leave fewer epochs for the rate to fall in."""
+    before = 0.0
+    for epochs in range(1, 900):
+        warmup = parse_schedule(f"--epochs {epochs}", recipe)[1].warmup_epochs
+        assert before <= warmup < before + 0.5
+        before = warmup
+
+
+def test_a_recipe_s_warm_up_of_more_than_half_of_the_schedule_must_be_typed(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse_schedule("", {"epochs": 10, "warmup_epochs": 6})
+    assert "a warm-up of 6 is more than half of --epochs 10: give --warmup_epochs" in capsys.readouterr().err
+    assert parse_schedule("--warmup_epochs 6", {"epochs": 10, "warmup_epochs": 6})[1].warmup_epochs == 6
+    assert parse_schedule("", {"epochs": 10, "warmup_epochs": 5})[1].warmup_epochs == 5
 
 
 MODELS = ["mae_tiny_patch16", "mae_small_patch16", "mae_base_patch16", "mae_large_patch16"]

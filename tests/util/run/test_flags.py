@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import main_finetune
 import main_pretrain
 from util import cores as cores_module
 from util.run import flags
 from util.run.distributed import Process
-from util.run.flags import make_plan, num_workers
+from util.run.flags import make_plan, num_workers, schedule_by_epochs
 
 
 def plan_of(flags, world_size):
@@ -53,6 +54,31 @@ def test_a_pretraining_on_gpus_takes_micro_batches_that_fill_them(monkeypatch, c
     process = Process(torch.device("cpu"), world_size=4)
     plan = make_plan(args, process, images_per_gb=main_pretrain.images_per_gb(args))
     assert (plan.batch_size, plan.accum_iter) == expected
+
+
+LENGTH_OF_RECIPE = "40 epochs of 3 steps, 2 of warm-up (scaled from 40 of 800), peak"
+
+
+@pytest.mark.parametrize(
+    ("main", "command", "said"),
+    [
+        (main_pretrain, "--epochs 40 --recipe prmim50_vit_base_800ep", LENGTH_OF_RECIPE),
+        (main_pretrain, "--recipe prmim50_vit_base_800ep", "800 epochs of 3 steps, 40 of warm-up, peak"),
+        (main_finetune, "--epochs 5", "5 epochs of 3 steps, 0.25 of warm-up (scaled from 5 of 100), peak"),
+        (main_finetune, "--epochs 5 --warmup_epochs 4", "5 epochs of 3 steps, 4 of warm-up, peak"),
+        (main_finetune, "--recipe finetune_vit_large", "50 epochs of 3 steps, 5 of warm-up, peak"),
+        (
+            main_finetune,
+            "--epochs 45 --trainable_blocks 0",
+            "45 epochs of 3 steps, 5 of warm-up (scaled from 10 of 90)",
+        ),
+        (main_finetune, "--epochs 9 --recipe linprobe_vit_huge", "9 epochs of 3 steps, 1.8 of warm-up (scaled from 10"),
+    ],
+)
+def test_the_summary_says_whether_the_warm_up_was_scaled(main, command, said):
+    parser, args = main.parse_args(command.split())
+    plan = make_plan(args, Process(torch.device("cpu")))
+    assert schedule_by_epochs(parser, args, plan, 3).summary.startswith(said)
 
 
 def test_gpus_of_two_precisions_are_refused(monkeypatch):
