@@ -312,17 +312,21 @@ class SpatialAggregation(nn.Module):
     def forward(self, x: Tensor, order: TokenOrder, grid_size: tuple[int, int]) -> Tensor:
         """Adds the thrown tokens to the kept ones `x` [B, num_kept, C]. Returns [B, N, C]. Both are in token order."""
         grid = order.restore(x).unflatten(1, grid_size)  # [B, rows, columns, C], zeros at thrown
-        kept = ~order.thrown.unflatten(1, grid_size)  # [B, rows, columns]
-        grid = self.operator(grid, kept).flatten(1, 2)  # [B, N, C], raster
+        filled = self.filled_cells(order).unflatten(1, grid_size)  # [B, rows, columns]
+        grid = self.operator(grid, filled).flatten(1, 2)  # [B, N, C], raster
         if self.applies_to == "all":
             return order.take(grid, order.ids_shuffle)
         thrown = order.take(grid, order.ids_thrown)
         return torch.cat([x, thrown], dim=1)
 
+    def filled_cells(self, order: TokenOrder) -> Tensor:
+        """Returns the cells that hold a value, bool [B, N] in raster order: those of the kept tokens."""
+        return ~order.thrown
+
 
 # An operator of an aggregation is a module that is made from (dim, kernel_size). It takes the grid of kept tokens
-# [B, rows, columns, C], with zeros in the thrown cells, and the mask of the kept cells, bool [B, rows, columns].
-# It returns a grid of the same shape.
+# [B, rows, columns, C], with zeros in the thrown cells, and which cells hold a value, bool [B, rows, columns]: the kept
+# ones, unless a framework leaves some of them empty. It returns a grid of the same shape.
 
 
 class DepthwiseConv(nn.Conv2d):
@@ -332,7 +336,7 @@ class DepthwiseConv(nn.Conv2d):
         super().__init__(dim, dim, kernel_size, padding=kernel_size // 2, groups=dim)
         self.to(memory_format=torch.channels_last)  # the layout of its gradient, which DDP's buckets follow
 
-    def forward(self, grid: Tensor, kept: Tensor) -> Tensor:
+    def forward(self, grid: Tensor, filled: Tensor) -> Tensor:
         grid = super().forward(grid.permute(0, 3, 1, 2))
         return grid.permute(0, 2, 3, 1)
 
@@ -343,7 +347,7 @@ class AveragePool(nn.AvgPool2d):
     def __init__(self, dim: int, kernel_size: int) -> None:
         super().__init__(kernel_size, stride=1, padding=kernel_size // 2)
 
-    def forward(self, grid: Tensor, kept: Tensor) -> Tensor:
+    def forward(self, grid: Tensor, filled: Tensor) -> Tensor:
         grid = super().forward(grid.permute(0, 3, 1, 2))
         return grid.permute(0, 2, 3, 1)
 
@@ -356,7 +360,7 @@ class TransformerLayer(nn.Module):
         head_width = int(np.gcd(dim, 32))
         self.block = Block(dim, num_heads=dim // head_width)
 
-    def forward(self, grid: Tensor, kept: Tensor) -> Tensor:
+    def forward(self, grid: Tensor, filled: Tensor) -> Tensor:
         _, rows, columns, dim = grid.shape
         positions = sincos_pos_embed(dim, (rows, columns), device=grid.device)
         tokens = grid.flatten(1, 2) + positions.to(grid.dtype)
@@ -376,8 +380,8 @@ class ConvNeXtLayer(nn.Module):
             nn.Linear(4 * dim, dim),
         )
 
-    def forward(self, grid: Tensor, kept: Tensor) -> Tensor:
-        x = self.norm(self.dwconv(grid, kept))
+    def forward(self, grid: Tensor, filled: Tensor) -> Tensor:
+        x = self.norm(self.dwconv(grid, filled))
         return grid + self.mlp(x)
 
 

@@ -324,6 +324,13 @@ class CrossAggregation(SpatialAggregation):
         mixtures = mix_levels(self.visible_weights.unsqueeze(0), levels)  # [1, B, 1 + n, D]
         return self.visible_embed(self.visible_norm(mixtures[0, :, 1:]))
 
+    def filled_cells(self, order: TokenOrder) -> Tensor:
+        """With `zeros`, only the retained tokens have features."""
+        filled = super().filled_cells(order)
+        if self.visible_source == "zeros":
+            return filled & order.mask
+        return filled
+
 
 crossmae_vit_nano_patch4 = partial(CrossMaskedAutoencoderViT, **NANO, decoder_embed_dim=64, decoder_depth=2)
 crossmae_vit_micro_patch4 = partial(CrossMaskedAutoencoderViT, **MICRO, decoder_embed_dim=64, decoder_depth=4)

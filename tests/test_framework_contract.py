@@ -206,6 +206,35 @@ def test_supervision_reaches_every_masked_token_or_the_retained_alone(name, arm)
         assert torch.equal(touched & order.mask, supervised)
 
 
+def choices_of_flags():
+    """Returns (name, options) for each framework, and for each choice of a flag of its own."""
+    cases = []
+    for name, framework in CLASSES.items():
+        cases.append((name, {}))
+        for flag in framework.flags:
+            for choice in flag.choices or ():
+                cases.append((name, {flag.name: choice}))
+    return cases
+
+
+@pytest.mark.parametrize(("name", "options"), choices_of_flags())
+def test_an_aggregation_is_told_which_cells_hold_a_value(name, options):
+    """Those that are not zero."""
+    model = build(name, **options)
+    told = []
+
+    def compare(operator, inputs):
+        grid, filled = inputs  # [B, rows, columns, C] and [B, rows, columns]
+        told.append(torch.equal(filled, grid.any(dim=-1)))
+
+    for module in model.modules():
+        if isinstance(module, SpatialAggregation):
+            module.operator.register_forward_pre_hook(compare)
+    model(*a_batch(model))
+    assert all(told)
+    assert bool(told) == aggregates(model)
+
+
 @frameworks
 @pytest.mark.parametrize(
     "arm", [dict(progressive=False), dict(), dict(kernel_size=3), dict(aggregation="transformer")], ids=str

@@ -381,20 +381,20 @@ def test_average_pool_is_the_convolution_with_a_uniform_kernel():
 
 
 class PartialConv(nn.Conv2d):
-    """A convolution whose output is divided by the share of its window that is kept (Liu et al., ECCV 2018)."""
+    """A convolution whose output is divided by the share of its window that is filled (Liu et al., ECCV 2018)."""
 
     def __init__(self, dim, kernel_size):
         super().__init__(dim, dim, kernel_size, padding=kernel_size // 2, groups=dim, bias=False)
         self.window = (kernel_size, kernel_size)
 
-    def forward(self, grid, kept):
-        kept = kept.unsqueeze(1).to(grid.dtype)  # [B, 1, rows, columns]
-        share = F.avg_pool2d(kept, self.window, stride=1, padding=self.padding)
+    def forward(self, grid, filled):
+        filled = filled.unsqueeze(1).to(grid.dtype)  # [B, 1, rows, columns]
+        share = F.avg_pool2d(filled, self.window, stride=1, padding=self.padding)
         grid = super().forward(grid.permute(0, 3, 1, 2))
         return (grid / share.clamp(min=1e-6)).permute(0, 2, 3, 1)
 
 
-def test_an_operator_is_told_which_cells_are_kept(monkeypatch):
+def test_an_operator_is_told_which_cells_are_filled(monkeypatch):
     """With a uniform kernel, a partial convolution is the mean of the kept tokens in the window."""
     monkeypatch.setitem(AGGREGATION, "partialconv", PartialConv)
     order = an_order()
