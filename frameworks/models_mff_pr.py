@@ -34,10 +34,10 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
     def __init__(
         self,
         fused_blocks: Sequence[int] | None = None,
-        progressive: bool = True,
         **arguments: Any,
     ) -> None:
-        super().__init__(progressive=False, **arguments)  # the aggregation is made last
+        progressive = arguments.pop("progressive", self.method.progressive)
+        super().__init__(progressive=False, **arguments)  # without an aggregation, which is made last
         last = len(self.blocks) - 1
         if fused_blocks is None:
             fused_blocks = [*range(0, last - 1, 2), last]

@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -343,6 +344,16 @@ def test_own_settings_are_the_values_of_the_framework_s_own_flags(name):
     settings = model.own_settings()
     assert json.loads(json.dumps(settings)) == settings
     assert all(isinstance(file.origin, str) for file in model.named_files().values())
+
+
+@frameworks
+def test_a_class_has_the_method_that_it_says(name):
+    """An argument wins over it."""
+    method = replace(CLASSES[name].method, progressive=False, kernel_size=5, aggregation="avgpool", applies_to="all")
+    mine = type("Mine", (CLASSES[name],), {"method": method})
+    sizes = sizes_of(name, shallow=True)
+    assert mine(**sizes).method == method
+    assert mine(**sizes, progressive=True).method == replace(method, progressive=True)
 
 
 @frameworks
