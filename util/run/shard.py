@@ -202,9 +202,11 @@ def shard(
     blocks = blocks_of(model)
     for module in [*blocks, model]:
         before = list(module.parameters())
+        class_name = type(module).__name__
         policy = outside if module is model else in_blocks
         is_resharded = reshard and module is not model  # the backward pass begins with what is outside of blocks
         fsdp.fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=is_resharded)
+        type(module).__name__ = class_name  # FSDP has made a class of its own, and messages name the user's
         # Methods that gather parameters as `forward` does. The `forward` of a classifier calls `forward_features`.
         for method in ("cls_attention", "forward_features"):
             if hasattr(module, method) and not hasattr(module, "head"):

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from encoders.models_relative_vit import RelativeBlock
 from encoders.models_swin import SwinBlock, swin_micro_patch4_window4
 from engine_finetune import BatchAugmentation
+from framework import NoPixels
 from frameworks.models_crossmae_pr import CrossBlock
 from models_vit import Block, vit_micro_patch4
 from tests.loops import a_driver
@@ -295,6 +296,20 @@ def _norm_of_ones(rank):
 @pytest.mark.parametrize("case", [_overflows, _norm_of_ones])
 def test_the_norm_is_that_of_the_whole_gradient_so_that_all_ranks_skip_alike(case):
     run_in_two_processes(case)
+
+
+def _names_of_classes(rank):
+    model = a_loop("MaskedAutoencoderViT", True)[1]
+    model.target_tokens = lambda imgs, pixels: -pixels
+    with pytest.raises(NoPixels) as error:
+        model.views(None, None, None)
+    return type(model).__name__, type(model.blocks[0]).__name__, str(error.value)
+
+
+def test_messages_about_a_sharded_model_name_the_class_of_the_user():
+    for model, block, message in run_in_two_processes(_names_of_classes):
+        assert (model, block) == ("MaskedAutoencoderViT", "Block")
+        assert message.startswith("the targets of MaskedAutoencoderViT are no pixels")
 
 
 def test_a_run_may_change_between_sharded_and_not_and_the_number_of_processes(photos, tmp_path, capsys):
