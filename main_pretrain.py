@@ -206,6 +206,35 @@ def split_matrices(groups: Sequence[dict[str, Any]], model: nn.Module) -> list[d
     return split
 
 
+def room_for_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Returns tensors as large as the state that the optimizer will make in its first step.
+
+    What else a step takes does not depend on the image size, so the first step shows whether it fits.
+    """
+    if optimizer.state:
+        return []
+    room = []
+    for group in optimizer.param_groups:
+        num_moments = count_moments(optimizer, group)
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                room += [torch.empty_like(parameter) for _ in range(num_moments)]
+    return room
+
+
+def count_moments(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
+    """Returns how many tensors of a parameter's size the optimizer keeps for those of a group: AdamW two, Muon one.
+
+    It makes a step on another matrix.
+    """
+    matrix = nn.Parameter(torch.zeros(8, 8))
+    matrix.grad = torch.zeros_like(matrix)
+    twin = type(optimizer)([{**group, "params": [matrix]}])  # type: ignore[call-arg]
+    twin.step()
+    state = twin.state[matrix].values()
+    return sum(torch.is_tensor(value) and value.shape == matrix.shape for value in state)
+
+
 def summary_rows(args: argparse.Namespace, model: Framework, images: Any) -> dict[str, str]:
     """Returns what is printed about model and data at the start."""
     million = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
@@ -281,7 +310,7 @@ class FirstShapes:
     def perform(self) -> None:
         self.have_run = True
         if self.growing is not None:
-            room = self.room_for_moments()
+            room = room_for_state(self.training.loop.optimizer)
             for img_size in self.growing.sizes_ahead():
                 self.run_all(self.examples(img_size))
             del room
@@ -289,18 +318,6 @@ class FirstShapes:
         examples = self.examples(self.model.img_size)
         if len(examples) > 1:  # a single shape is that of the first step
             self.run_all(examples)
-
-    def room_for_moments(self) -> list[torch.Tensor]:
-        """Returns tensors as large as the state that AdamW will make in its first step."""
-        optimizer = self.training.loop.optimizer
-        if optimizer.state:
-            return []
-        room = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad:
-                    room += [torch.empty_like(parameter), torch.empty_like(parameter)]
-        return room
 
     def examples(self, img_size: tuple[int, int]) -> list[tuple[torch.Tensor, ...]]:
         """Returns a micro-batch of black images for each combination of shapes."""

@@ -174,12 +174,22 @@ def test_a_size_is_compiled_once():
     assert num_graphs == [first, 2 * first, 3 * first, 3 * first, 3 * first, 3 * first]
 
 
-def test_the_trial_of_the_sizes_leaves_room_for_the_moments_of_the_first_step():
-    model = torch.nn.Linear(5, 3)
-    model.bias.requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters())
-    shapes = main_pretrain.FirstShapes(Namespace(loop=Namespace(optimizer=optimizer)), model)
-    assert [room.shape for room in shapes.room_for_moments()] == [model.weight.shape] * 2
-    model(torch.ones(5)).sum().backward()
+OPTIMIZERS = next(action.choices for action in main_pretrain.get_args_parser()._actions if action.dest == "optimizer")
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["mae_vit_micro_patch4", "mff_vit_micro_patch4"])
+def test_the_trial_of_the_sizes_leaves_room_for_the_state_of_the_first_step(name, optimizer_name):
+    _, args = main_pretrain.parse_args(["--model", name, "--optimizer", optimizer_name])
+    model = build_model(vars(args))
+    optimizer = main_pretrain.make_optimizer(model, args, lr=1e-3)
+    num_bytes = sum(tensor.nbytes for tensor in main_pretrain.room_for_state(optimizer))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    assert shapes.room_for_moments() == []
+    used = 0
+    for state in optimizer.state.values():
+        used += sum(value.nbytes for value in state.values() if torch.is_tensor(value) and value.ndim > 0)
+    assert num_bytes == used > 0
+    assert main_pretrain.room_for_state(optimizer) == []
