@@ -65,7 +65,6 @@ def get_args_parser() -> Parser:
     )
 
     add_method_flags(parser.add_argument_group("model and method"))
-    add_framework_flags(parser)
     attention_phases.add_flags(parser.add_argument_group("only for --sampling attention"))
 
     optimisation = parser.add_argument_group("optimisation")
@@ -90,6 +89,7 @@ def get_args_parser() -> Parser:
         help="epochs between pictures in TensorBoard; 0: none",
     )
     monitor.add_flags(run)
+    add_framework_flags(parser)
     parser.set_defaults(warmup_epochs=40, blr=BLR, min_lr=0.0, crop_scale=(0.2, 1.0), output_dir="output/pretrain")
     return parser
 
@@ -150,10 +150,16 @@ def add_image_flags(data: FlagGroup) -> None:
 
 
 def add_framework_flags(parser: Parser) -> None:
-    """Adds the flags of some frameworks only, in a group for each set of frameworks that share flags."""
+    """Adds the flags of some frameworks only, in a group for each set of frameworks that share flags.
+
+    ValueError if one of them has the name of a flag that the parser has.
+    """
     groups: dict[str, FlagGroup] = {}
     for flag, families in own_flags().items():
-        title = f"only for {', '.join(families)} models"
+        owners = f"{', '.join(families)} models"
+        if flag.name in parser.rules:
+            raise ValueError(f"--{flag.name} of {owners} has the name of a flag of all models: give it another name")
+        title = f"only for {owners}"
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         kind: dict[str, Any] = {"type": flag.type, "choices": flag.choices}

@@ -43,13 +43,24 @@ CLASS_OF = {name: factory.func for name, factory in MODELS.items()}
 
 
 def own_flags() -> dict[Flag, list[str]]:
-    """Returns {flag: first words of the names of the models that have it} for the flags of some frameworks only."""
+    """Returns {flag: first words of the names of the models that have it} for the flags of some frameworks only.
+
+    ValueError if two frameworks have different flags of the same name.
+    """
     found: dict[Flag, list[str]] = {}
+    first_of: dict[str, Flag] = {}
     for name, model in CLASS_OF.items():
+        family = name.split("_")[0]
         for flag in model.flags:
+            first = first_of.setdefault(flag.name, flag)
+            if flag != first:
+                raise ValueError(
+                    f"--{flag.name} of {family} models is another flag than that of {', '.join(found[first])} models: "
+                    "give it another name, or let all of them have the same `Flag`"
+                )
             families = found.setdefault(flag, [])
-            if name.split("_")[0] not in families:
-                families.append(name.split("_")[0])
+            if family not in families:
+                families.append(family)
     return found
 
 

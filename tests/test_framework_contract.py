@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import main_pretrain
 import monitor
 from encoders.load import Weights, load_encoder
 from encoders.models_absolute_vit import AbsoluteVisionTransformer, AbsoluteViTEncoder
@@ -659,3 +660,18 @@ def test_two_processes_give_the_gradient_of_one(name, variant, gradients_in_ddp)
 def test_a_flag_must_not_hide_a_method_or_attribute(taken):
     with pytest.raises(ValueError, match=f"the flag --{taken} of Mine has the name of a method or attribute"):
         type("Mine", (PixelFramework,), {"flags": (Flag(taken, "help"),)})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("betas", "--betas of mine models has the name of a flag of all models: give it another name"),
+        ("knn_every", "--knn_every of mine models has the name of a flag of all models"),
+        ("att_tau", "--att_tau of mine models is another flag than that of tec models: give it another name"),
+    ],
+)
+def test_a_flag_must_not_have_the_name_of_another_flag(monkeypatch, name, message):
+    mine = type("Mine", (PixelFramework,), {"flags": (Flag(name, "help"),)})
+    monkeypatch.setitem(registry.CLASS_OF, "mine_vit_micro_patch4", mine)
+    with pytest.raises(ValueError, match=message):
+        main_pretrain.get_args_parser()
