@@ -32,7 +32,8 @@ class Flag:
 
     type: `bool` makes a switch. required: whether a run needs it. changes: what another value changes, see
     `util.run.cli.Change`. names_file: its attribute has `source`, the path or name; `fingerprint`, which checkpoints
-    record, because files may move but must not change; and `origin`, a sentence for the log.
+    record, because files may move but must not change; and `origin`, a sentence for the log. of_aggregation: it has an
+    effect only where an aggregation reconstructs thrown tokens.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Flag:
     required: bool = False
     names_file: bool = False
     changes: "Change" = "results"
+    of_aggregation: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ The same command again resumes the run at the step of its newest good checkpoint
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from torch import nn
 import monitor
 from encoders.load import load_encoder
 from engine_pretrain import compile_shapes, train_one_epoch
-from framework import Framework, NoPixels
+from framework import Framework, NoPixels, PixelFramework
 from frameworks import attention_phases, growth
 from frameworks.reconstruction import crops, reconstruction_picture
 from frameworks.registry import CLASS_OF, MODELS, build_model, check_own_flags, own_flags
@@ -174,13 +174,43 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     """Returns (parser, flags). A recipe sets defaults; explicit flags win."""
     parser = get_args_parser()
     args = parse_with_recipe(parser, RECIPES, argv)
-    if args.crop == "padded" and "crop_scale" in flags_given(parser, argv):
-        parser.error("--crop_scale is of --crop resized, and does nothing with --crop padded: leave it out")
     if CLASS_OF[args.model].shared_visible:  # by all images of a micro-batch
         parser.set_changes(batch_size="results")
     if args.optimizer == "muon":  # it orthogonalises in bfloat16, and the sums of shards round differently
         parser.set_changes(shard="results")
     return parser, args
+
+
+def unused_flags(args: argparse.Namespace) -> dict[str, str]:
+    """Returns {flag: reason} for the flags that have no effect, whatever their values, because of what others say.
+
+    They may have defaults, or values of a recipe, but a command must not give them.
+    """
+    model = CLASS_OF[args.model]
+    aggregation = ["aggregation", "kernel_size", "applies_to"]
+    aggregation += [flag.name for flag in model.flags if flag.of_aggregation]
+    unused = {}
+    if args.throw_ratio == 0:
+        unused = dict.fromkeys(["progressive", *aggregation], "--throw_ratio 0 throws no tokens")
+        if args.sampling != "attention":  # which AMT needs all the same, and other models refuse
+            unused["sampling"] = "--throw_ratio 0 retains all masked tokens"
+    elif not args.progressive:
+        unused = dict.fromkeys(aggregation, "--no-progressive leaves thrown tokens out")
+    elif not getattr(AGGREGATION[args.aggregation], "has_window", True):
+        unused["kernel_size"] = f"--aggregation {args.aggregation} has no window"
+    if not issubclass(model, PixelFramework):
+        unused["norm_pix_loss"] = f"the targets of {args.model} are no pixels"
+    if args.sampling != "attention":
+        unused |= dict.fromkeys(attention_phases.FLAGS, f"--sampling {args.sampling} reads no attention")
+    if args.crop == "padded":
+        unused["crop_scale"] = "--crop padded does not scale"
+    if args.lr is not None:
+        unused["blr"] = "--lr sets the rate"
+    if args.lr_schedule == "simmim_steps":
+        unused["min_lr"] = "--lr_schedule simmim_steps has no smallest rate"
+    if args.warmup_epochs == 0:
+        unused["warmup_lr"] = "there is no warm-up"
+    return unused
 
 
 def make_optimizer(model: Framework, args: argparse.Namespace, lr: float) -> torch.optim.Optimizer:
@@ -382,13 +412,22 @@ class Pictures:
         training.log.picture("reconstruction", picture, loop.step)
 
 
-def check_flags(args: argparse.Namespace, plan: Plan) -> None:
-    """ValueError if flags cannot work together. The model is tried out on the meta device, before images are read."""
+def check_flags(args: argparse.Namespace, plan: Plan, given: Set[str]) -> None:
+    """ValueError if flags cannot work together. The model is tried out on the meta device, before images are read.
+
+    given: names of the flags of the command.
+    """
     check_own_flags(vars(args))
     if args.vflip and args.sampling == "attention":
         raise ValueError("--vflip does not go with --sampling attention, whose maps are mirrored left to right alone")
     with torch.device("meta"):
-        build_model(vars(args), read_files=False)
+        model = build_model(vars(args), read_files=False)
+    attention_phases.check_sampling(args, model)
+    unused = unused_flags(args)
+    unused_and_given = sorted(unused.keys() & given)
+    if unused_and_given:
+        name = unused_and_given[0]
+        raise ValueError(f"--{name} has no effect, because {unused[name]}: leave it out")
 
 
 def images_per_gb(args: argparse.Namespace) -> int:
@@ -405,8 +444,9 @@ def images_per_gb(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> bool:
     """Pre-trains to the end of the schedule. Returns False if a signal stopped the run before."""
     parser, args = parse_args(argv)
+    check = partial(check_flags, given=flags_given(parser, argv))
     with Run.begin(
-        PROGRAM, parser, args, argv, check=check_flags, encoder_flag="pretrained", images_per_gb=images_per_gb(args)
+        PROGRAM, parser, args, argv, check=check, encoder_flag="pretrained", images_per_gb=images_per_gb(args)
     ) as run:
         images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
         val_images, notes = monitor.open_queries(args, images)
@@ -417,7 +457,6 @@ def main(argv: Sequence[str] | None = None) -> bool:
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_model(vars(args)).to(run.build_device)
         model.use_statistics(*statistics)
-        run.note(*attention_phases.check_sampling(args, model))
         growth.check_growth(args, model)
         for file in model.named_files().values():
             run.note(file.origin)

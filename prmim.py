@@ -326,7 +326,8 @@ class SpatialAggregation(nn.Module):
 
 # An operator of an aggregation is a module that is made from (dim, kernel_size). It takes the grid of kept tokens
 # [B, rows, columns, C], with zeros in the thrown cells, and which cells hold a value, bool [B, rows, columns]: the kept
-# ones, unless a framework leaves some of them empty. It returns a grid of the same shape.
+# ones, unless a framework leaves some of them empty. It returns a grid of the same shape. One that does not read
+# kernel_size says `has_window = False`.
 
 
 class DepthwiseConv(nn.Conv2d):
@@ -354,6 +355,8 @@ class AveragePool(nn.AvgPool2d):
 
 class TransformerLayer(nn.Module):
     """One pre-norm block with heads of at most 32 channels. Positions are added first, as thrown cells are zero."""
+
+    has_window = False
 
     def __init__(self, dim: int, kernel_size: int) -> None:
         super().__init__()

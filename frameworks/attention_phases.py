@@ -31,7 +31,7 @@ from util.run.supervise import DATA, FORWARD
 from util.run.training import Training
 from util.text import count_of
 
-DEFAULTS = {"attention_start": 40, "attention_every": 40, "attention_crop": "view"}
+FLAGS = ("attention_start", "attention_every", "attention_crop")
 
 
 def add_flags(group: FlagGroup) -> None:
@@ -40,20 +40,20 @@ def add_flags(group: FlagGroup) -> None:
     flag(
         "--attention_start",
         type=int,
-        default=DEFAULTS["attention_start"],
+        default=40,
         at_least=0,
         help="no maps are made before the end of this epoch (epochs count from 0)",
     )
     flag(
         "--attention_every",
         type=int,
-        default=DEFAULTS["attention_every"],
+        default=40,
         at_least=1,
         help="maps are made after every epoch whose number is a multiple of this",
     )
     flag(
         "--attention_crop",
-        default=DEFAULTS["attention_crop"],
+        default="view",
         choices=CROPS,
         help="part of a map that gives the weights: what the view shows, or what AMT's public code reads",
     )
@@ -67,18 +67,12 @@ def refresh_epochs(epochs: int, start: int, every: int) -> list[int]:
     return [epoch for epoch in range(start, epochs - 1) if epoch % every == 0]
 
 
-def check_sampling(args: argparse.Namespace, model: Framework) -> list[str]:
-    """Raises ValueError if the flags of sampling by attention do not fit each other or the model.
-
-    Returns notes on flags that have no effect.
-    """
+def check_sampling(args: argparse.Namespace, model: Framework) -> None:
+    """Raises ValueError if the flags of sampling by attention do not fit each other or the model."""
     if args.sampling != "attention":
         if model.sampler(args.sampling).reads_weights:
             raise ValueError(f"{args.model} draws its tokens by attention: set --sampling attention")
-        unused = [f"--{flag}" for flag, default in DEFAULTS.items() if getattr(args, flag) != default]
-        if unused:
-            return [f"note: without --sampling attention, {', '.join(unused)} has no effect"]
-        return []
+        return
     if not hasattr(model, "cls_attention"):
         raise ValueError(
             f"--sampling attention needs a class token that attends to all patches, which {args.model} does not have: "
@@ -91,7 +85,6 @@ def check_sampling(args: argparse.Namespace, model: Framework) -> list[str]:
             f"--attention_start {args.attention_start} and --attention_every {args.attention_every} leave none of "
             f"{args.epochs} epochs for sampling by attention: lower them"
         )
-    return []
 
 
 def mean_over_heads(attention: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from util.data.images import FolderImages
 from util.run import distributed, shard
 from util.run import training as training_module
 from util.run.checkpoint import newest_checkpoint
+from util.run.cli import flags_given
 from util.run.loop import TrainLoop
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -434,7 +435,8 @@ TEC = "--model tec_vit_micro_patch4"
         ("--batch_size 25", "24 images, fewer than one total batch of 25"),
         ("--warmup_epochs 3", "--warmup_epochs 3.0 must lie between 0 and --epochs 2"),
         ("--crop_scale 0 1", "--crop_scale must be two areas"),
-        ("--crop_scale .5 1 --crop padded", "--crop_scale is of --crop resized, and does nothing with --crop padded"),
+        ("--blr 1 --lr 1", "--blr has no effect, because --lr sets the rate: leave it out"),
+        ("--label_column label", "--label_column has no effect, because --dataset folder has no columns"),
         ("--vflip --sampling attention", "--vflip does not go with --sampling attention"),
         ("--device cuda", "torch sees no GPU"),
         ("--resume {tmp}/nowhere.pth", "no checkpoint at"),
@@ -451,6 +453,74 @@ def test_user_errors_are_one_paragraph_before_the_first_step(
     words = [word.format(tmp=tmp_path, teacher=teacher) for word in flags.split()]
     assert message in pretrain.refused(capsys, photos, tmp_path / "out", *words)
     assert not (tmp_path / "out").exists()
+
+
+def check(flags):
+    """Checks flags as the program does before it reads images."""
+    parser, args = main_pretrain.parse_args(flags.split())
+    main_pretrain.check_flags(args, None, flags_given(parser, flags.split()))
+
+
+NO_TOKENS = "--throw_ratio 0 throws no tokens"
+LEFT_OUT = "--no-progressive leaves thrown tokens out"
+RECIPE = "--recipe attention50_vit_base_100ep"
+CROSSMAE = "--model crossmae_vit_micro_patch4"
+
+
+@pytest.mark.fault(
+    "U102", "a flag that has no effect with the others: --norm_pix_loss for LocalMIM", "refused; said why"
+)
+@pytest.mark.parametrize(
+    ("flags", "name", "reason"),
+    [
+        (
+            "--model localmim_vit_micro_patch4 --norm_pix_loss",
+            "norm_pix_loss",
+            "localmim_vit_micro_patch4 are no pixels",
+        ),
+        (f"{TEC} --teacher x --no-norm_pix_loss", "norm_pix_loss", "targets of tec_vit_micro_patch4 are no pixels"),
+        ("--throw_ratio 0 --kernel_size 5", "kernel_size", NO_TOKENS),
+        ("--throw_ratio 0 --no-progressive", "progressive", NO_TOKENS),
+        ("--recipe mae_vit_base_100ep --aggregation avgpool", "aggregation", NO_TOKENS),
+        ("--throw_ratio 0 --sampling random", "sampling", "--throw_ratio 0 retains all masked tokens"),
+        ("--no-progressive --applies_to all", "applies_to", LEFT_OUT),
+        ("--aggregation transformer --kernel_size 5", "kernel_size", "--aggregation transformer has no window"),
+        (f"{CROSSMAE} --no-progressive --visible_source zeros", "visible_source", LEFT_OUT),
+        ("--attention_start 2", "attention_start", "--sampling furthest reads no attention"),
+        (f"{RECIPE} --sampling random --attention_crop view", "attention_crop", "--sampling random reads no attention"),
+        ("--crop_scale .5 1 --crop padded", "crop_scale", "--crop padded does not scale"),
+        ("--lr 1e-3 --blr 1e-3", "blr", "--lr sets the rate"),
+        ("--min_lr 0 --recipe simmim_vit_base_800ep", "min_lr", "--lr_schedule simmim_steps has no smallest rate"),
+        ("--warmup_epochs 0 --warmup_lr 1e-6", "warmup_lr", "there is no warm-up"),
+    ],
+)
+def test_a_flag_that_has_no_effect_is_refused_if_it_is_given(flags, name, reason):
+    with pytest.raises(ValueError) as error:
+        check(flags)
+    message = str(error.value)
+    assert message.startswith(f"--{name} has no effect, because ")
+    assert message.endswith(f"{reason}: leave it out")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--throw_ratio 0",
+        "--no-progressive",
+        "--aggregation transformer --applies_to all",
+        "--aggregation avgpool --kernel_size 5",
+        "--model localmim_vit_micro_patch4",
+        "--model simmim_vit_micro_patch4 --norm_pix_loss",
+        "--crop padded",
+        "--recipe prmim50_vit_base_100ep --lr 1e-3",
+        f"{RECIPE} --sampling random",
+        f"{RECIPE} --attention_start 20",
+        "--model amt_vit_micro_patch4 --throw_ratio 0 --sampling attention --attention_start 20",
+        f"{CROSSMAE} --visible_source zeros",
+    ],
+)
+def test_a_value_that_nobody_gives_may_have_no_effect(flags):
+    check(flags)
 
 
 @pytest.mark.fault("F39", "a checkpoint of another model", "exit code 4, with the keys and shapes")

@@ -503,6 +503,9 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--max_bad_fraction must lie in [0, 1), got {args.max_bad_fraction}")
     if "crop_scale" in args and not 0 < args.crop_scale[0] <= args.crop_scale[1] <= 1:
         raise ValueError(f"--crop_scale must be two areas 0 < low <= high <= 1, got {args.crop_scale}")
+    for name in ("image_column", "label_column"):
+        if getattr(args, name, None) is not None and args.dataset != "hf":
+            raise ValueError(f"--{name} has no effect, because --dataset {args.dataset} has no columns: leave it out")
     if "epochs" not in args:
         return
     if bool(args.lr_steps) != (args.lr_schedule == "simmim_steps"):
