@@ -11,6 +11,7 @@ type, whose last channel is the label map. IGNORE marks pixels without a class.
 import io
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,7 @@ class LabelValues:
 
     def __init__(self, num_classes: int, ignore_index: int = IGNORE, reduce_zero_label: bool = False) -> None:
         first = int(reduce_zero_label)
+        self.num_classes = num_classes
         self.last = first + num_classes - 1
         if not 0 <= ignore_index <= 255:
             raise ValueError(f"--ignore_index must lie between 0 and 255, got {ignore_index}")
@@ -48,6 +50,8 @@ class LabelValues:
                 f"--num_classes {num_classes} takes the values {first} to {self.last} of 8-bit label files, which must "
                 f"not contain --ignore_index {ignore_index}"
             )
+        self.first = first
+        self.ignore_index = ignore_index
         self.table = np.full(256, -1, np.int16)
         self.table[first : self.last + 1] = np.arange(num_classes)
         self.table[ignore_index] = IGNORE
@@ -65,6 +69,57 @@ class LabelValues:
             unknown = np.unique(values[classes < 0])
             raise ValueError(f"it holds the values {shorten([str(value) for value in unknown])}; {self.meaning}")
         return classes.astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class LabelCounts:
+    """How many pixels of label files have each value. num_pixels: int64 [256]."""
+
+    values: LabelValues
+    num_files: int
+    num_pixels: np.ndarray
+
+    def plus(self, other: "LabelCounts") -> "LabelCounts":
+        """Returns the counts of both."""
+        return LabelCounts(self.values, self.num_files + other.num_files, self.num_pixels + other.num_pixels)
+
+    @property
+    def num_classes_found(self) -> int:
+        """How many classes have pixels."""
+        classes = self.values.table[np.flatnonzero(self.num_pixels)]
+        return int((classes != IGNORE).sum())
+
+    def percent(self, of: np.ndarray | int) -> str:
+        """Returns the share of the pixels with some values."""
+        return f"{100 * self.num_pixels[of].sum() / self.num_pixels.sum():.1f} %"
+
+    def __str__(self) -> str:
+        """Returns the number of classes that were found, and the share of ignored pixels."""
+        found = f"{self.num_classes_found} of {count_of(self.values.num_classes, 'class')} found"
+        ignored = self.percent(self.values.table == IGNORE)
+        return f"labels of {count_of(self.num_files, 'file')}: {found}, {ignored} of the pixels are ignored"
+
+    def refuse_one_class(self, split: str) -> None:
+        """ImageError if a single class was found although there should be more. split: for the message."""
+        values = self.values
+        if self.num_classes_found > 1 or values.num_classes == 1:
+            return
+        shares = []
+        for value in np.flatnonzero(self.num_pixels).tolist():
+            meaning = f"class {values.table[value]}"
+            if values.table[value] == IGNORE:
+                meaning = "ignored"
+            shares.append(f"{self.percent(value)} are {value} ({meaning})")
+        advice = ""
+        if values.first == 1 and self.num_pixels[0]:
+            advice += "if 0 is a class, leave out --reduce_zero_label; "
+        if self.num_pixels[values.ignore_index]:
+            advice += f"if {values.ignore_index}, --ignore_index, is a class, change it in the files to a value from "
+            advice += f"{values.first} to {values.last}; "
+        raise ImageError(
+            f"one of {values.num_classes} classes was found in {count_of(self.num_files, 'label file')} of the {split} "
+            f"split: of the pixels, {', '.join(shares)}; {advice}to go on with one class, give --allow_one_class"
+        )
 
 
 class SegmentationImages(ImageFiles):
@@ -96,7 +151,7 @@ class SegmentationImages(ImageFiles):
                 f"{number} with a label file but no image in {str(image_root)!r}: {shorten(without_image)}"
             )
         super().__init__(image_root, [(name, 0) for name in images.values()], classes=[], in_chans=in_chans)
-        self.has_class = False
+        self.label_counts = LabelCounts(values, 0, np.zeros(256, np.int64))  # of the files that `check` reads
         self.label_names = np.array([os.fsencode(labels[stem]) for stem in images])
 
     def label_path(self, i: int) -> str:
@@ -106,7 +161,7 @@ class SegmentationImages(ImageFiles):
     def check(
         self, max_bad_fraction: float = 0.0, all_labels: bool = False, rank: int = 0, world_size: int = 1
     ) -> None:
-        """Checks this rank's share of the split, and notes in `has_class` whether a pixel with a class was found.
+        """Checks this rank's share of the split, and counts the values of the labels in `label_counts`.
 
         Reads the sizes of all pairs from their headers, and finds out the images' format. Decodes NUM_CHECKED evenly
         spaced pairs. With `all_labels`, also decodes every label file. ImageError if more than `max_bad_fraction` of
@@ -117,19 +172,21 @@ class SegmentationImages(ImageFiles):
         super().check(max_bad_fraction)
         self.one_format({self.pixel_format: 0} | formats)
         spaced = evenly_spaced(len(self), NUM_CHECKED).tolist()[rank::world_size]
-        have_class = examine(self.pair_has_class, spaced, max_bad_fraction, "pairs")
+        counted = examine(self.count_pair, spaced, max_bad_fraction, "pairs")
         if all_labels:
-            have_class += examine(self.labels_have_class, indices, max_bad_fraction, "pairs")
-        self.has_class = any(have_class)
+            counted = examine(self.count_labels, indices, max_bad_fraction, "pairs")
+        for num_pixels in counted:
+            self.label_counts = self.label_counts.plus(LabelCounts(self.values, 1, num_pixels))
 
-    def pair_has_class(self, i: int) -> bool:
-        """Decodes the pair i. Whether a pixel has a class."""
-        pair, _ = self.load_sample(i)
-        return bool((pair[..., -1] != IGNORE).any())
+    def count_pair(self, i: int) -> np.ndarray:
+        """Decodes the pair i. Returns how many pixels of its labels have each value, int64 [256]."""
+        self.load(i)
+        return self.count_labels(i)
 
-    def labels_have_class(self, i: int) -> bool:
-        """Decodes the labels of image i. Whether a pixel has a class."""
-        return bool((self.load_labels(i) != IGNORE).any())
+    def count_labels(self, i: int) -> np.ndarray:
+        """Decodes the labels of image i. Returns how many pixels have each value, int64 [256]."""
+        values, _ = self.load_values(i)
+        return np.bincount(values.ravel(), minlength=256)
 
     def compare_labels(self, i: int, size: Size) -> None:
         """Reads the header of the labels of image i. ImageError if it is unreadable or the sizes differ."""
@@ -152,12 +209,16 @@ class SegmentationImages(ImageFiles):
 
     def load_labels(self, i: int) -> np.ndarray:
         """Returns the classes, uint8 [H, W]. ImageError if the file is no class-index PNG or holds other values."""
+        return self.load_values(i)[1]
+
+    def load_values(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the values in the label file and their classes, both uint8 [H, W]. Errors: see `load_labels`."""
         path = self.label_path(i)
         values = read_values(path)
         if values.ndim != 2:
             raise ImageError(f"{path!r} has {values.shape[2]} channels; labels must be one class index per pixel")
         try:
-            return self.values(values)
+            return values, self.values(values)
         except ValueError as error:
             raise ImageError(f"{path!r} is no label file of this data set: {error}") from error
 

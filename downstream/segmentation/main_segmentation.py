@@ -23,7 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from downstream import common
 from downstream.common import LinearDecay, schedule_by_iterations
 from downstream.recipes import LINEAR_DEFAULTS, SEGMENTATION_RECIPES, UPERNET_DEFAULTS
-from downstream.segmentation.data import NO_CLASS, LabelValues, SegmentationAugment, SegmentationImages, stack_pairs
+from downstream.segmentation.data import (
+    NO_CLASS,
+    LabelCounts,
+    LabelValues,
+    SegmentationAugment,
+    SegmentationImages,
+    stack_pairs,
+)
 from downstream.segmentation.engine_segmentation import (
     ClassList,
     SlideView,
@@ -93,6 +100,13 @@ def get_args_parser() -> Parser:
         help="the value 0 marks pixels without a class, and the classes begin at 1, as in ADE20K",
     )
     data(
+        "--allow_one_class",
+        changes="nothing",
+        action=boolean,
+        default=False,
+        help="accept label files in which the check at the start finds a single class, though --num_classes is larger",
+    )
+    data(
         "--class_names",
         metavar="FILE",
         changes="nothing",
@@ -159,13 +173,22 @@ def check_data_flags(args: argparse.Namespace) -> None:
 
 
 def open_split(args: argparse.Namespace, split: str) -> SegmentationImages:
-    """Opens a split on all ranks. ValueError on all ranks if a file cannot be used, or if no pixel has a class."""
+    """Opens a split on all ranks, and notes which classes its labels hold.
+
+    ValueError on all ranks if a file cannot be used, if no pixel has a class, or if all have the same one.
+    """
     values = LabelValues(args.num_classes, args.ignore_index, args.reduce_zero_label)
     images = common.open_everywhere(
         lambda: SegmentationImages(args.data_path, split, values, args.in_chans), split, args.max_bad_fraction
     )
-    if not any(collectives.gather_objects(images.has_class)):
+    counts = LabelCounts(values, 0, np.zeros(256, np.int64))
+    for counts_of_rank in collectives.gather_objects(images.label_counts):
+        counts = counts.plus(counts_of_rank)
+    if counts.num_classes_found == 0:
         raise ImageError(NO_CLASS.format(split))
+    if not args.allow_one_class:
+        counts.refuse_one_class(split)
+    images.notes.append(f"{split} {counts}")
     return images
 
 
@@ -210,6 +233,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         images = open_split(args, "train")
         val_images = open_split(args, "val")
         check_splits(images, val_images)
+        run.note(*val_images.notes)
         statistics = run.pixel_statistics(images)
 
         torch.backends.cudnn.benchmark = True  # shapes are static
@@ -291,6 +315,7 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
     else:
         classes = read_classes(args.class_names, args.num_classes)
     images = open_split(args, "val")
+    session.print(*images.notes)
     pixels = {**info.pixel_settings, "mean": args.mean, "std": args.std}
     context = session.make_context(args, normalizer(pixels, images.pixel_format), batch_size=1)
     model = model.to(context.device)

@@ -124,7 +124,8 @@ def test_grey_labels_of_few_bits_are_read_as_they_are(tmp_path, bits):
     images = open_pairs(tmp_path, num_classes=20)
     images.check()
     assert np.array_equal(images.load_labels(0), values)
-    assert images.has_class
+    assert images.label_counts.num_pixels.sum() == values.size
+    assert images.label_counts.num_classes_found == len(np.unique(values))
 
 
 def test_label_files_keep_their_names(tmp_path):
@@ -232,15 +233,56 @@ def test_sizes_are_all_checked(tmp_path, monkeypatch):
     assert bad_numbers(root, max_bad_fraction=0.1) == []
 
 
-@pytest.mark.parametrize(("num_classes", "has_class"), [(3, False), (255, True)])
-def test_a_check_says_whether_a_pixel_has_a_class(tmp_path, num_classes, has_class):
-    """Only one file has a value below 255, which few classes do not reach."""
-    write_pairs(tmp_path, 2, values=(255,))
-    if has_class:
-        save(np.eye(30, 40, dtype=np.uint8) + 254, tmp_path / LABEL)
-    images = open_pairs(tmp_path, num_classes)
-    images.check(all_labels=True)
-    assert images.has_class == has_class
+def counts_of(root, num_classes, **values):
+    images = SegmentationImages(root, "train", LabelValues(num_classes, **values))
+    images.check()
+    return images.label_counts
+
+
+def test_a_check_counts_classes_and_ignored_pixels(tmp_path):
+    """Stripes of four values, in ten columns each."""
+    counts = counts_of(write_pairs(tmp_path, 4, size=(48, 30)), 5)
+    assert counts.num_pixels[[0, 1, 2, 255]].tolist() == [4 * 12 * 30] * 4
+    assert str(counts) == "labels of 4 files: 3 of 5 classes found, 25.0 % of the pixels are ignored"
+    counts.refuse_one_class("train")
+
+
+ONE_CLASS = "one of {} classes was found in 2 label files of the train split: of the pixels, "
+
+
+@pytest.mark.fault(
+    "U120",
+    "binary masks of 0 and 255, or other labels of a single class",
+    "refused, with the values found; --allow_one_class",
+)
+@pytest.mark.parametrize(
+    ("values", "num_classes", "options", "message"),
+    [
+        (
+            (0, 255),
+            2,
+            {},
+            "50.0 % are 0 (class 0), 50.0 % are 255 (ignored); if 255, --ignore_index, is a class, change it in the "
+            "files to a value from 0 to 1; ",
+        ),
+        (
+            (0, 1),
+            2,
+            {"reduce_zero_label": True},
+            "50.0 % are 0 (ignored), 50.0 % are 1 (class 0); if 0 is a class, leave out --reduce_zero_label; ",
+        ),
+        ((0,), 5, {}, "100.0 % are 0 (class 0); "),
+    ],
+)
+def test_labels_of_one_class_are_refused_with_their_values(tmp_path, values, num_classes, options, message):
+    counts = counts_of(write_pairs(tmp_path, 2, values=values, size=(48, 30)), num_classes, **options)
+    with pytest.raises(ImageError) as refusal:
+        counts.refuse_one_class("train")
+    assert str(refusal.value).startswith(ONE_CLASS.format(num_classes) + message)
+
+
+def test_a_single_class_that_is_asked_for_is_enough(tmp_path):
+    counts_of(write_pairs(tmp_path, 2, values=(0, 255)), 1).refuse_one_class("train")
 
 
 # ------------------------------------------------------------------------------------------------------ augmentation

@@ -58,6 +58,21 @@ def test_a_split_without_labelled_pixels_is_refused(tmp_path, capsys, split, nam
     assert not list(tmp_path.rglob("checkpoint*"))
 
 
+@pytest.mark.parametrize(("split", "name"), [("training", "train"), ("validation", "val")])
+def test_masks_of_0_and_255_are_refused_unless_one_class_is_allowed(tmp_path, capsys, split, name):
+    """255 is ignored, so a model that knows one class would have a mIoU of 100 %."""
+    root = write_pairs(tmp_path / "data", 5, split, values=(0, 255))
+    for other in SPLITS:
+        if other != split:
+            write_pairs(root, 5, other, values=(0, 1))
+    short = segment.also("--num_classes 2 --num_iters 2")
+    message = short.refused(capsys, root, tmp_path / "out")
+    assert f"one of 2 classes was found in 5 label files of the {name} split" in message
+    assert not list(tmp_path.rglob("checkpoint*"))
+    short(root, tmp_path / "out", "--allow_one_class")
+    assert f"{name} labels of 5 files: 1 of 2 classes found" in (tmp_path / "out" / "log.txt").read_text()
+
+
 def replace_photographs(root, split, array_of):
     """Replaces the photographs of a split by arrays, `array_of(number, size)`. Returns the arrays."""
     arrays = []
@@ -106,6 +121,8 @@ def test_two_processes_train_and_count_as_one(striped, encoder, tmp_path):
             assert (name in ours) == (name in theirs)
             if name in theirs:
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+    for folder in ("one", "two"):
+        assert "train labels of 9 files: 3 of 3 classes found" in (tmp_path / folder / "log.txt").read_text()
     one = state(tmp_path / "one")["model"]
     two = state(tmp_path / "two")["model"]
     for name, value in one.items():
