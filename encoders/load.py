@@ -232,7 +232,8 @@ def fit(model: nn.Module, weights: Weights, part: Part = "encoder", classes: Seq
             file. Encoders of CrossMAE and TEC's published ones have no final norm; it starts with weight 1 and bias 0.
         "blocks": patch embedding, class token and blocks. All else is loaded where names and shapes fit, a decoder, for
             example, as the start of another pre-training.
-    classes: names of the model's classes, in order. A head of other classes is left out.
+    classes: names of the model's classes, in order. A head of other classes is left out, and so is one of Transformers
+        without names of classes (LABEL_0, LABEL_1, ...).
 
     Position tables of another grid are resized bicubically, with the class rows kept, and tables of relative-position
     biases by a spline. A bias table that all blocks share is copied into each block. A patch embedding of 3 channels is
@@ -259,8 +260,17 @@ def fit(model: nn.Module, weights: Weights, part: Part = "encoder", classes: Seq
 
     tensors = _copy_shared_bias_table(tensors, model_state)
     fitting = {key: value for key, value in tensors.items() if key in model_state}
-    if _has_other_classes(weights, fitting, model_state, classes):
-        fitting = drop_prefix(fitting, "head.")
+    if any(key.startswith("head.") for key in fitting):
+        objection = _object_to_head(weights, fitting, model_state, classes)
+        if objection:
+            fitting = drop_prefix(fitting, "head.")
+            remarks.append(f"the head is not loaded: {objection}")
+        elif weights.classes is None or classes is None:
+            remarks.append(
+                f"the head is loaded, as it has as many classes, {weights.num_classes}; no names were compared"
+            )
+        else:
+            remarks.append(f"the head is loaded, as its {weights.num_classes} classes are the same")
     check_cls_tokens(fitting, model_state, label, type(model).__name__)
     remarks += fit_patch_embed(fitting, model_state, label, type(model).__name__)
     resized = fit_tables(fitting, weights.settings, model_state, model, label)
@@ -394,9 +404,14 @@ def _copy_shared_bias_table(tensors: Tensors, model_state: Tensors) -> Tensors:
     return copied
 
 
-def _has_other_classes(weights: Weights, fitting: Tensors, model_state: Tensors, classes: Sequence[str] | None) -> bool:
-    """Returns whether the file's head is for other classes: it has another shape, or the classes other names."""
-    head_keys = [key for key in fitting if key.startswith("head.")]
-    if any(fitting[key].shape != model_state[key].shape for key in head_keys):
-        return True
-    return classes is not None and weights.classes is not None and weights.classes != list(classes)
+def _object_to_head(weights: Weights, fitting: Tensors, model_state: Tensors, classes: Sequence[str] | None) -> str:
+    """Returns what says that the file's head is for other classes than the model's, or ""."""
+    for key, value in fitting.items():
+        if key.startswith("head.") and value.shape != model_state[key].shape:
+            return f"it has {weights.num_classes} classes, the model {len(model_state[key])}"
+    if weights.classes is None and weights.origin.names_classes:
+        return "the file does not name its classes"
+    for i, (theirs, ours) in enumerate(zip(weights.classes or (), classes or (), strict=False)):
+        if theirs != ours:
+            return f"its class {i} is {theirs!r}, the model's {ours!r}"
+    return ""

@@ -149,12 +149,16 @@ def _begins(*prefixes: str) -> Callable[[Iterable[str]], bool]:
 
 
 class Origin(NamedTuple):
-    """The files of a project. sign: recognises them by their keys. has_norm: whether encoders have a final norm."""
+    """The files of a project. sign: recognises them by their keys. has_norm: whether encoders have a final norm.
+
+    names_classes: whether their configs name the classes, so that a head without names may be for any classes.
+    """
 
     name: str  # in messages
     sign: Callable[[Iterable[str]], bool]
     rename: Callable[[Tensors], Tensors] = unchanged
     has_norm: bool = True
+    names_classes: bool = False
 
 
 ORIGINS = (  # the first that fits
@@ -163,7 +167,12 @@ ORIGINS = (  # the first that fits
     Origin("of CrossMAE", _has("wfm.linear.weight", "decoder.level_weights"), has_norm=False),
     Origin("of LocalMIM", _has("norm.0.weight"), from_localmim),
     Origin("of mmpretrain", _begins("backbone."), from_mmpretrain),
-    Origin("of Transformers", _begins("vit.embeddings.", "embeddings.patch_embeddings."), from_transformers),
+    Origin(
+        "of Transformers",
+        _begins("vit.embeddings.", "embeddings.patch_embeddings."),
+        from_transformers,
+        names_classes=True,
+    ),
     Origin("of SimMIM", _begins("encoder."), from_simmim),
     Origin("the student in a training checkpoint of iBOT or DINO", _begins("module.backbone."), from_student),
     Origin("with the key names of MAE and timm", lambda names: True),

@@ -106,16 +106,22 @@ def test_a_file_that_lacks_its_norm_is_refused(tmp_path):
     "U11", "--finetune of a classifier that was fine-tuned for other classes", "the encoder is loaded, the head is not"
 )
 @pytest.mark.parametrize(
-    ("num_classes", "classes", "is_loaded"),
-    [(3, None, True), (3, ["a", "b", "c"], True), (3, ["a", "c", "b"], False), (4, None, False)],
+    ("num_classes", "classes", "is_loaded", "remark"),
+    [
+        (3, None, True, "is loaded, as it has as many classes, 3; no names were compared"),
+        (3, ["a", "b", "c"], True, "is loaded, as its 3 classes are the same"),
+        (3, ["a", "c", "b"], False, "is not loaded: its class 1 is 'b', the model's 'c'"),
+        (4, None, False, "is not loaded: it has 3 classes, the model 4"),
+    ],
 )
-def test_a_head_of_other_classes_is_left_out(tmp_path, num_classes, classes, is_loaded):
+def test_a_head_of_other_classes_is_left_out_and_the_report_says_why(tmp_path, num_classes, classes, is_loaded, remark):
     source = a_classifier(num_classes=3)
     path = save_checkpoint(tmp_path, 1, {"model": source.state_dict()}, {"classes": ["a", "b", "c"]})
     model = a_classifier(num_classes=num_classes)
     report = load_encoder(model, path, classes=classes)
     assert ("head.weight" in report.loaded) == is_loaded
     assert ("head.weight" in report.missing) != is_loaded
+    assert f"; the head {remark}" in str(report)
     assert torch.equal(model.head.weight, source.head.weight) == is_loaded
     assert torch.equal(model.blocks[0].attn.qkv.weight, source.blocks[0].attn.qkv.weight)
 

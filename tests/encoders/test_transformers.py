@@ -91,6 +91,27 @@ def test_a_classifier(tmp_path):
         torch.testing.assert_close(model.double()(images()), expected, **CLOSE)
 
 
+@pytest.mark.parametrize(
+    ("id2label", "is_loaded"),
+    [(None, False), ({0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}, False), ({0: "ant", 1: "bee", 2: "cat"}, True)],
+)
+def test_a_head_whose_classes_have_no_names_is_not_loaded(tmp_path, id2label, is_loaded):
+    """It may be for as many classes of any kind."""
+    names = {"num_labels": 3}
+    if id2label is not None:
+        names = {"id2label": id2label}
+    theirs = make("classifier", **names)
+    theirs.save_pretrained(tmp_path)
+    model = VisionTransformer(num_classes=3, global_pool="token", **OURS)
+    report = load_encoder(model, tmp_path, classes=["ant", "bee", "cat"])
+    assert torch.equal(model.head.weight, theirs.classifier.weight) == is_loaded
+    assert torch.equal(model.cls_token, theirs.vit.embeddings.cls_token)
+    expected = "the head is not loaded: the file does not name its classes"
+    if is_loaded:
+        expected = "the head is loaded, as its 3 classes are the same"
+    assert expected in str(report)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("layout", ["file", "shards", "bin"])
 def test_files(tmp_path, layout):

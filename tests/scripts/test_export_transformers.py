@@ -128,7 +128,9 @@ def test_what_the_library_saves_is_read_back(tmp_path, capsys):
         assert weights.classes == list("abcde")
         assert weights.pixels == written.pixels
         assert all(torch.equal(value, written.raw[name]) for name, value in weights.tensors.items())
-        assert load_encoder(vit_micro_patch4(global_pool="token", in_chans=5), folder).remarks == []
+        model = vit_micro_patch4(global_pool="token", in_chans=5, num_classes=5)
+        remarks = load_encoder(model, folder, classes=list("abcde")).remarks
+        assert remarks == ["the head is loaded, as its 5 classes are the same"]
 
 
 def test_a_classifier_keeps_its_evaluation_view(tmp_path, capsys):
