@@ -90,6 +90,7 @@ class Images:
 
     in_chans = 3
     pixel_format = RGB8
+    invalid: InvalidPixels = ALL_VALID
 
     def __init__(self, root: str | Path, labels: np.ndarray, classes: Sequence[str], notes: Sequence[str] = ()) -> None:
         self.root = root

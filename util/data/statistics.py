@@ -23,11 +23,14 @@ PixelSettings = Mapping[str, Any]  # "pixels": the type, "mean", "std"; see `che
 
 
 class Measurement(NamedTuple):
-    """What was measured on images. fill_values: warnings of values that look like marks of missing pixels."""
+    """What was measured on images.
+
+    remarks: on values that look like marks of missing pixels, and on a mark that was not found.
+    """
 
     statistics: Statistics
     num_images: int
-    fill_values: list[str]
+    remarks: list[str]
 
 
 @dataclass
@@ -117,6 +120,7 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
     lowest = [Lowest() for _ in range(num_channels)]
     highest = [Lowest() for _ in range(num_channels)]  # of the negated values
     num_read = 0
+    has_invalid = False
     for i in evenly_spaced(len(images), num_images).tolist():
         try:
             img = images.load(i)[0]
@@ -130,6 +134,7 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
             values = pixels[:, c].astype(np.float64)
             mean_of_image = means[c]
             if np.isnan(mean_of_image):
+                has_invalid = True
                 values = values[~np.isnan(values)]
                 if not len(values):
                     continue
@@ -149,13 +154,16 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
         constant = shorten([str(c) for c in np.flatnonzero(std == 0)], 10)
         problem = f"channel {constant} (counted from 0) is constant in {num_read} images of {images.root}"
         raise ValueError(f"{problem}: remove it, or give --mean and --std")
-    fill_values: list[str] = []
+    remarks: list[str] = []
+    nodata = images.invalid.nodata
+    if nodata is not None and not has_invalid:
+        remarks.append(f"note: --nodata {nodata:.10g} occurs in none of the {num_read} measured images")
     if images.pixel_format.dtype != "uint8":  # in 256 values every one may be a brightness
         for c in range(num_channels):
-            fill_values += warn_of_fill_values(c, lowest[c], highest[c], sums[c].count)
+            remarks += warn_of_fill_values(c, lowest[c], highest[c], sums[c].count)
     full_range = images.pixel_format.full_range
     statistics = ((mean / full_range).tolist(), (std / full_range).tolist())
-    return Measurement(statistics, num_read, fill_values)
+    return Measurement(statistics, num_read, remarks)
 
 
 def measure_on_rank0(images: Images, used: Sequence[str] = NAMES) -> tuple[Statistics, list[str]]:
@@ -167,7 +175,7 @@ def measure_on_rank0(images: Images, used: Sequence[str] = NAMES) -> tuple[Stati
             numbers = " ".join(f"{value:.6g}" for value in values)
             texts.append(f"{name} {numbers}")
     remark = f"pixel {', '.join(texts)}: measured on {measured.num_images} images, {images.pixel_format}"
-    return measured.statistics, [remark, *measured.fill_values]
+    return measured.statistics, [remark, *measured.remarks]
 
 
 def choose_statistics(

@@ -356,7 +356,7 @@ def test_statistics_equal_a_loop_over_valid_pixels(tmp_path, dtype):
     images = open_images("folder", save_arrays(tmp_path, *arrays), in_chans=3, invalid=InvalidPixels(CODES[dtype]))
     measured = measure_statistics(images)
     assert measured.num_images == 5
-    assert measured.fill_values == []
+    assert measured.remarks == []
     for c in range(3):
         values = []
         for array, mask in zip(arrays, masks, strict=True):
@@ -365,6 +365,18 @@ def test_statistics_equal_a_loop_over_valid_pixels(tmp_path, dtype):
                     values.append(float(value) / UNIT[dtype])
         assert measured.statistics[0][c] == pytest.approx(np.mean(values), rel=1e-12)
         assert measured.statistics[1][c] == pytest.approx(np.std(values), rel=1e-9)
+
+
+@pytest.mark.parametrize(("nodata", "is_found"), [(0.0, True), (65535.0, False)])
+def test_a_mark_that_no_measured_image_has_is_said(tmp_path, nodata, is_found):
+    """Black borders whose mark is 0."""
+    arrays = [pixels(4, "uint16", seed=i).clip(1, 65534) for i in range(3)]
+    arrays[1][:3] = 0
+    images = open_images("folder", save_arrays(tmp_path, *arrays), in_chans=4, invalid=InvalidPixels(nodata))
+    _, (measured, *others) = choose_statistics((None, None), images, None, {})
+    assert "measured on 3 images" in measured
+    note = "note: --nodata 65535 occurs in none of the 3 measured images"
+    assert (note in others) != is_found
 
 
 def test_a_band_without_valid_pixels_has_no_statistics(tmp_path):

@@ -123,7 +123,7 @@ def test_a_mark_of_missing_pixels_is_named_with_its_number(tmp_path, fill):
     images[3:5, :5, :5, 1] = fill
     others = others[images[..., 1] != fill]
     measured = measure(tmp_path, images)
-    (warning,) = measured.fill_values
+    (warning,) = measured.remarks
     value = f"{float(np.float32(fill)):.10g}"
     assert f"50 of 25600 measured pixels of channel 1 (counted from 0) are {value}" in warning
     assert f"all others lie between {others.min():.6g} and {others.max():.6g}" in warning
@@ -170,12 +170,12 @@ def two_values(rng):
 @pytest.mark.parametrize("make", [saturated, collimated, sparse, one_peak, two_values])
 def test_values_of_other_images_are_no_marks_of_missing_pixels(tmp_path, make):
     images = make(np.random.default_rng(0))
-    assert measure(tmp_path, images, "float32").fill_values == []
+    assert measure(tmp_path, images, "float32").remarks == []
 
 
 def test_every_value_of_8_bits_may_be_a_brightness(tmp_path):
     """Ink on paper."""
     images = np.random.default_rng(0).integers(250, 256, (16, 40, 40, 1))
     images[:, 3] = 0
-    assert measure(tmp_path, images, "uint8").fill_values == []
-    assert measure(tmp_path, images, "uint16").fill_values != []
+    assert measure(tmp_path, images, "uint8").remarks == []
+    assert measure(tmp_path, images, "uint16").remarks != []
