@@ -59,6 +59,7 @@ from scripts.parts.timm_models import (
     timm_weights,
 )
 from scripts.parts.transformers_models import (
+    note_on_crop,
     processor_config,
     transformers_class,
     transformers_config,
@@ -226,7 +227,7 @@ def export_transformers(weights: Weights, out: Path) -> list[str]:
     return [
         f"{weights.path}: {out}: {contents}",
         f"largest difference of what is read back from ours, on two random images: {difference}",
-        *(f"note: {remark}" for remark in remarks),
+        *(f"note: {remark}" for remark in [*remarks, *note_on_crop(model, facts)]),
         transformers_usage(class_name, str(out)),
     ]
 

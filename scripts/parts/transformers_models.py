@@ -129,3 +129,19 @@ def processor_config(model: nn.Module, facts: Mapping[str, Any]) -> dict[str, An
         "image_mean": facts["mean"],
         "image_std": facts["std"],
     }
+
+
+def note_on_crop(model: nn.Module, facts: Mapping[str, Any]) -> list[str]:
+    """Returns a note if the library crops every image one pixel beside the evaluation view of this project.
+
+    A crop starts at half of what the resized image has beyond it. torchvision rounds halves to even numbers, the
+    library rounds them down. facts: see `processor_config`.
+    """
+    view = ResizeCenterCrop(model.img_size, facts.get("crop_pct"))
+    for resized, size in zip(view.resized, view.size, strict=True):
+        if (resized - size) % 4 == 3:
+            return [
+                f"the image processor resizes to {resized} pixels and crops {size}: its crop starts one pixel before "
+                "that of the evaluation here, so probabilities differ a little"
+            ]
+    return []

@@ -9,7 +9,7 @@ from encoders.classifiers import load_classifier
 from encoders.load import load_encoder, load_model, read
 from models_vit import vit_micro_patch4
 from tests.scripts.exports import NORMLESS, RELATIVE, VIT, finetuned, pretrained, pretrained_run, refused, run
-from util.data.pixel_format import PixelFormat
+from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import normalizer
 from util.data.transforms import ResizeCenterCrop
 
@@ -174,6 +174,22 @@ def test_the_processor_is_the_evaluation_view(tmp_path, capsys, dtype, channels,
     if dtype == "uint16":
         tolerance = 2.02 / 65535 / 0.3  # the library resizes in float32
     torch.testing.assert_close(output, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(("crop_pct", "shift"), [(0.95, 0), (0.875, 0), (0.9, 1)])  # margins of 1, 4 and 3 pixels
+def test_a_crop_of_transformers_one_pixel_beside_ours_is_said(tmp_path, capsys, crop_pct, shift):
+    path, _ = finetuned(tmp_path, VIT[1], global_pool="token", crop_pct=crop_pct)
+    lines = run(capsys, path, tmp_path / "vit", *FORMAT)
+    array = np.random.default_rng(0).integers(0, 256, (70, 70, 3), dtype=np.uint8)
+    whole = int(32 / crop_pct)
+    margin = round((whole - 32) / 2) - shift
+    resized = ResizeCenterCrop(whole, 1.0)(torch.from_numpy(array).permute(2, 0, 1))
+    expected = normalizer(read(path).settings, RGB8)(resized[None, :, margin : margin + 32, margin : margin + 32])
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "vit")
+    output = processor(Image.fromarray(array), return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(output, expected, rtol=0, atol=2e-6)
+    note = f"note: the image processor resizes to {whole} pixels and crops 32: its crop starts one pixel before"
+    assert any(line.startswith(note) for line in lines) == bool(shift)
 
 
 # --------------------------------------------------------------------------------------------------- what is refused
