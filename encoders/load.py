@@ -46,6 +46,7 @@ Part = Literal["all", "encoder", "blocks"]
 # may be a table or biases, and a classifier with mean pooling has another final norm: PATCH_KEYS are the others.
 PATCH_KEYS = ("patch_embed.", "blocks.", "layers.", "norm_pre.", "pre_norm.", "reg_token")
 ENCODER_KEYS = (*PATCH_KEYS, "cls_token", "pos_embed", "norm.", "rel_pos_bias.")
+DENSE_PROGRAMS = ("main_segmentation.py", "main_detection.py")  # their encoders have positions in each block
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,16 @@ class Weights:
 
     @cached_property
     def kind(self) -> Kind:
+        """The kind of encoder. CheckpointError for the model of a dense task, which is none."""
+        run = self.info.run
+        if run is not None and run.program in DENSE_PROGRAMS:
+            message = (
+                f"{self.what} is a model of {run.program}, which evaluates it (--eval --resume) and starts other runs "
+                "from it (--finetune); it cannot be exported or used alone"
+            )
+            if run.encoder is not None:
+                message += f". The encoder that it started from can: {run.encoder.path}"
+            raise CheckpointError(message)
         return find_kind(self.tensors)
 
     @cached_property

@@ -10,9 +10,10 @@ from downstream.common import LinearDecay, StepDecay, schedule_by_iterations
 from downstream.detection import main_detection
 from downstream.segmentation import main_segmentation
 from models_vit import MICRO, VisionTransformer
+from scripts import export
 from tests.downstream.bands import bands, write_array, write_bands
 from tests.downstream.dense import detect, segment, segment_linear
-from tests.runs import assert_same_state, reports, reports_without_times, state
+from tests.runs import assert_same_state, refused, reports, reports_without_times, state
 from util.data.pixel_format import read_header
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.results import RESULTS
@@ -153,6 +154,15 @@ def test_an_evaluation_refuses_other_models(dense, encoder, capsys):
     program, data, _ = dense
     message = program.refuses_to_evaluate(capsys, data, encoder)
     assert re.search("holds no (segmentation model|detector) of this program", message)
+
+
+def test_an_export_says_what_can_be_done_instead(dense, encoder, tmp_path, capsys):
+    program, _, folder = dense
+    message = refused(capsys, export.main, folder, "--out", tmp_path / "exported")
+    name = program.path.rpartition("/")[2]
+    assert f"is a model of {name}, which evaluates it (--eval --resume) and starts other runs from it" in message
+    assert f"it cannot be exported or used alone. The encoder that it started from can: {encoder}\n" in message
+    assert not list(tmp_path.iterdir())
 
 
 def test_other_data_is_named_once_on_resume(dense, tmp_path, capsys):
