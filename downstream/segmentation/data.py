@@ -22,7 +22,7 @@ from downstream.common import scaled_size
 from downstream.image_files import examine, image_errors, read_formats, read_size
 from util.addressed import AUGMENT, addressed_numbers
 from util.data.decode import has_16_bits, open_image
-from util.data.folders import is_hidden, is_image, split_of
+from util.data.folders import count_unread, is_hidden, is_image, note_unread, spelling, split_of
 from util.data.images import ImageError, ImageFiles, evenly_spaced, retry_io
 from util.data.transforms import TRIES, Size, mirror
 from util.text import count_of, shorten
@@ -134,8 +134,8 @@ class SegmentationImages(ImageFiles):
         self.values = values
         image_root = find_split(Path(data_path) / "images", split)
         self.label_root = find_split(Path(data_path) / "annotations", split)
-        images = files_by_stem(image_root, is_image)
-        labels = files_by_stem(self.label_root, lambda name: name.lower().endswith(".png"))
+        images, notes = files_by_stem(image_root, is_image)
+        labels, _ = files_by_stem(self.label_root, lambda name: name.lower().endswith(".png"))
         if not images:
             raise ValueError(f"{str(image_root)!r} holds no images")
         without_labels = sorted(images.keys() - labels)
@@ -150,7 +150,8 @@ class SegmentationImages(ImageFiles):
             raise ValueError(
                 f"{number} with a label file but no image in {str(image_root)!r}: {shorten(without_image)}"
             )
-        super().__init__(image_root, [(name, 0) for name in images.values()], classes=[], in_chans=in_chans)
+        samples = [(name, 0) for name in images.values()]
+        super().__init__(image_root, samples, classes=[], notes=notes, in_chans=in_chans)
         self.label_counts = LabelCounts(values, 0, np.zeros(256, np.int64))  # of the files that `check` reads
         self.label_names = np.array([os.fsencode(labels[stem]) for stem in images])
 
@@ -254,25 +255,30 @@ def find_split(folder: Path, split: str) -> Path:
     return folders[0]
 
 
-def files_by_stem(root: Path, is_wanted: Callable[[str], bool]) -> dict[str, str]:
-    """Returns {name without its ending: name} of the files whose name `is_wanted`, in the order of their names.
+def files_by_stem(root: Path, is_wanted: Callable[[str], bool]) -> tuple[dict[str, str], list[str]]:
+    """Returns {name without its ending: name} of the files whose name `is_wanted`, and notes on images that are not.
 
-    Names are relative to `root`. Hidden files and folders are ignored. ValueError if two names differ in their ending
-    alone.
+    In the order of their names, which are relative to `root`. Hidden files and folders are ignored. ValueError if two
+    names differ in their ending alone.
     """
     names = []
+    others = []
     for folder, folders, files in os.walk(root, followlinks=True):
         folders[:] = [name for name in folders if not is_hidden(name)]
         for file in files:
-            if is_wanted(file) and not is_hidden(file):
+            if is_hidden(file):
+                continue
+            if is_wanted(file):
                 names.append(os.path.relpath(os.path.join(folder, file), root))
+            else:
+                others.append(file)
     by_stem: dict[str, str] = {}
     for name in sorted(names):
-        stem = str(Path(name).with_suffix(""))
+        stem = spelling(str(Path(name).with_suffix("")))
         if stem in by_stem:
             raise ValueError(f"{by_stem[stem]!r} and {name!r} in {str(root)!r} differ in their ending alone")
         by_stem[stem] = name
-    return by_stem
+    return by_stem, note_unread(count_unread(others))
 
 
 def stack_pairs(samples: Sequence[tuple]) -> tuple[torch.Tensor, torch.Tensor]:

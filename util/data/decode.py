@@ -19,7 +19,8 @@ except ImportError:
     simplejpeg = None
 
 # The formats of ImageFolder's extensions. For some other formats Pillow starts external programs.
-FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
+FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
+READABLE = (*FORMATS, "GIF")  # a GIF may have the ending of another format, or none in a data set of Hugging Face
 
 # Errors of Pillow for files that are broken, are no images, or would need gigabytes once decoded.
 PILLOW_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
@@ -70,7 +71,7 @@ def max_pixels() -> float:
 def open_image(source: str | os.PathLike[str] | BinaryIO) -> Image.Image:
     """Opens an image and reads its header; one of `PILLOW_ERRORS` if that fails."""
     try:
-        img = open_quietly(source, FORMATS)
+        img = open_quietly(source, READABLE)
     except UnidentifiedImageError as error:
         raise UnidentifiedImageError(f"it does not begin as one of {', '.join(FORMATS)}") from error
     try:

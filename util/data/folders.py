@@ -9,15 +9,21 @@ Names, labels and order of images are those of torchvision's ImageFolder. Beside
 
 import os
 import re
-from collections import defaultdict
+import unicodedata
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from util.text import shorten
+from util.text import count_of, shorten
 
 SPLIT_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 IMG_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".npy")
+# Endings of images that are not read. Other files beside images, such as .txt, are nothing to speak of.
+UNREAD_WEB = (".gif", ".jfif", ".jpe", ".jp2", ".j2k", ".jxl", ".avif", ".heic", ".heif", ".svg")
+UNREAD_RAW = (".tga", ".exr", ".hdr", ".npz", ".dcm", ".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw")
+TEXTS = ("README", "LICENSE", "MD5SUMS", "SHA256SUMS")  # files without an ending that are no images
 SYSTEM_FOLDERS = ("__MACOSX", "@eaDir")  # made by macOS and by Synology
 ARCHIVES = (".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.bz2", ".tbz2", ".tar.zst", ".tzst", ".zip")
 HUGGING_FACE = (".parquet", ".arrow")
@@ -42,6 +48,30 @@ def is_hidden(name: str) -> bool:
 
 def is_image(name: str) -> bool:
     return name.lower().endswith(IMG_EXTENSIONS)
+
+
+def count_unread(names: Sequence[str]) -> Counter[str]:
+    """Returns how many files there are of each ending of images that are not read, and how many without one ("")."""
+    counts: Counter[str] = Counter()
+    for name in names:
+        ending = os.path.splitext(name)[1].lower()
+        has_none = ending == "" and name not in TEXTS
+        if has_none or ending in UNREAD_WEB or ending in UNREAD_RAW:
+            counts[ending] += 1
+    return counts
+
+
+def note_unread(counts: Counter[str]) -> list[str]:
+    """Returns a note that names the most frequent endings of files that are not read. counts: of `count_unread`."""
+    if not counts:
+        return []
+    kinds = []
+    for ending in sorted(counts, key=lambda ending: (-counts[ending], ending)):
+        kind = f"ending in {ending}"
+        if ending == "":
+            kind = "without an ending"
+        kinds.append(f"{count_of(counts[ending], 'file')} {kind}")
+    return [f"note: not read: {shorten(kinds, 5)}"]
 
 
 # ------------------------------------------------------------------------------------------------------------ splits
@@ -93,6 +123,7 @@ class Listing:
     folders: list[str] = field(default_factory=list)
     images: list[str] = field(default_factory=list)
     tars: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
 
     def readable_tars(self) -> list[Path]:
         """Returns the tars if there are no other images: folders and image files come before tars."""
@@ -113,6 +144,8 @@ def list_folder(path: Path) -> Listing:
                 listing.images.append(entry.name)
             elif entry.name.endswith(".tar"):
                 listing.tars.append(entry.name)
+            else:
+                listing.others.append(entry.name)
     return listing
 
 
@@ -186,7 +219,7 @@ def find_files(data_path: str | Path, split: str = "train", labelled: bool = Fal
         raise ValueError(f"--data_path {str(path)!r} holds {' and '.join(folders)} for {chosen}: rename all but one")
     classes: list[str] = []
     if len(by_split) == 1:
-        classes = [name for name in no_split if name in listing.folders and list_images(path, name)]
+        classes = [name for name in no_split if name in listing.folders and list_images(path, name, Counter())]
     if classes:
         problem = f"{folder}/ may be a split or a class beside images in {shorten(classes)}"
         advice = f"give {str(path / folder)!r}, or move all classes into a folder {chosen}/"
@@ -228,8 +261,16 @@ def refuse_splits_below(root: Path, name: str, images: Sequence[str]) -> None:
         )
 
 
-def find_samples(data_path: str | Path, labelled: bool = False) -> tuple[list[str], list[tuple[str, int]]]:
-    """Returns (classes, [(path relative to the folder, label)]) of its class folders, or of the images directly in it.
+class Samples(NamedTuple):
+    """The images of a folder: (path relative to it, label). notes: on files that are not read, for the log."""
+
+    classes: list[str]
+    samples: list[tuple[str, int]]
+    notes: list[str]
+
+
+def find_samples(data_path: str | Path, labelled: bool = False) -> Samples:
+    """Returns the images in its class folders, or those directly in it.
 
     ValueError if it holds both or no images, if a class is empty, or, with `labelled`, if there are no classes.
     """
@@ -237,35 +278,57 @@ def find_samples(data_path: str | Path, labelled: bool = False) -> tuple[list[st
     if not root.is_dir():
         raise ValueError(f"--data_path {str(root)!r} is not a folder{advise(root)}; {LAYOUT}")
     listing = list_folder(root)
+    unread = count_unread(listing.others)
+    if not listing.images:
+        del unread[""]  # of no interest beside folders
     images_of: dict[str, list[str]] = {}
     empty: list[str] = []
     for name in listing.folders:
-        images = list_images(root, name)
+        images = list_images(root, name, unread)
         refuse_splits_below(root, name, images)
         if images:
             images_of[name] = images
         else:
             empty.append(name)
+    notes = note_unread(unread)
+    also = "".join(f" ({note})" for note in notes)
     if images_of and listing.images:
         problem = f"images directly ({shorten(listing.images)}) beside folders of images ({shorten([*images_of])})"
         raise ValueError(f"--data_path {str(root)!r} holds {problem}: move one of them away")
     if images_of and empty:
-        problem = f"no valid file for the classes {shorten(empty, 10)}"
+        problem = f"no valid file for the classes {shorten(empty, 10)}{also}"
         raise ValueError(f"in --data_path {str(root)!r} is {problem}: remove them, or put images into them")
     if not images_of and not listing.images:
-        raise ValueError(f"--data_path {str(root)!r} holds no image{advise_in(root)}; {LAYOUT}")
+        raise ValueError(f"--data_path {str(root)!r} holds no image{also}{advise_in(root)}; {LAYOUT}")
     if labelled and not images_of:
         raise ValueError(f"{str(root)!r} holds no class folders, so there are no labels; expected is {root}/<class>/*")
+    refuse_two_spellings(root, [*images_of])
     samples = [(image, 0) for image in listing.images]
     for label, images in enumerate(images_of.values()):
         samples += [(image, label) for image in images]
-    return [*images_of], samples
+    return Samples([*images_of], samples, notes)
 
 
-def list_images(root: Path, name: str) -> list[str]:
+def spelling(name: str) -> str:
+    """Returns a name in the form of Unicode that names are compared in. Macs write other forms of accents."""
+    return unicodedata.normalize("NFC", name)
+
+
+def refuse_two_spellings(root: Path, names: Sequence[str]) -> None:
+    """ValueError if two names of class folders differ in the form of Unicode alone."""
+    first: dict[str, str] = {}
+    for name in names:
+        if spelling(name) in first:
+            both = f"{ascii(first[spelling(name)])} and {ascii(name)}"
+            raise ValueError(f"--data_path {str(root)!r} holds {both}, two spellings of one class: merge the folders")
+        first[spelling(name)] = name
+
+
+def list_images(root: Path, name: str, unread: Counter[str]) -> list[str]:
     """Returns the images in ROOT/`name` and all folders below it, relative to ROOT, in torchvision's order.
 
     Links are followed, but each folder is read once. So a link that leads back to a parent folder ends.
+    unread: counts the files that are not read.
     """
     seen = {os.path.realpath(root)}
     found: list[tuple[str, list[str]]] = []
@@ -276,7 +339,10 @@ def list_images(root: Path, name: str) -> list[str]:
             continue
         seen.add(real)
         folders[:] = sorted(folder for folder in folders if not is_hidden(folder))
-        images = sorted(file for file in files if is_image(file) and not is_hidden(file))
+        visible = [file for file in files if not is_hidden(file)]
+        images = sorted(file for file in visible if is_image(file))
+        if len(images) < len(visible):
+            unread.update(count_unread([file for file in visible if not is_image(file)]))
         found.append((os.path.relpath(path, root), images))
     found.sort()
     return [os.path.join(folder, image) for folder, images in found for image in images]

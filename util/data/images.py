@@ -21,7 +21,7 @@ import numpy as np
 from PIL import TiffImagePlugin, UnidentifiedImageError
 
 from util.data.decode import PILLOW_ERRORS, has_16_bits, open_image
-from util.data.folders import MissingSplit, find_samples
+from util.data.folders import MissingSplit, find_samples, spelling
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels
 from util.data.pixel_format import RGB8, FormatError, PixelFormat, read_format, read_pixels
 from util.lazy import LazyModule
@@ -85,7 +85,8 @@ def wanted_channels(in_chans: int) -> str:
 class Images:
     """Images of one format, with labels. Subclasses define `path`, `fingerprint`, `check` and `load`.
 
-    labels: int64 [n]. notes: sentences on what is ignored or replaced, for the log. in_chans: channels that are wanted.
+    labels: int64 [n]. classes: their names, as `spelling` returns them. notes: sentences on what is ignored or
+    replaced, for the log. in_chans: channels that are wanted.
     """
 
     in_chans = 3
@@ -95,7 +96,7 @@ class Images:
     def __init__(self, root: str | Path, labels: np.ndarray, classes: Sequence[str], notes: Sequence[str] = ()) -> None:
         self.root = root
         self.labels = labels
-        self.classes = list(classes)
+        self.classes = [spelling(name) for name in classes]
         self.notes = list(notes)
 
     def __len__(self) -> int:
@@ -378,8 +379,8 @@ class FolderImages(ImageFiles):
         use_pillow: bool = False,
         invalid: InvalidPixels = ALL_VALID,
     ) -> None:
-        classes, samples = find_samples(root, labelled)
-        super().__init__(root, samples, classes, notes, in_chans, use_pillow, invalid)
+        classes, samples, more_notes = find_samples(root, labelled)
+        super().__init__(root, samples, classes, [*notes, *more_notes], in_chans, use_pillow, invalid)
 
 
 class INaturalistImages(ImageFiles):

@@ -13,6 +13,7 @@ import json
 import os
 import resource
 import tarfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from util.atomic import replaced_file
-from util.data.folders import is_hidden, is_image, split_of
+from util.data.folders import count_unread, is_hidden, is_image, note_unread, split_of
 from util.data.images import FILE_ERRORS, EncodedImages, ImageError, retry_io
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels
 from util.text import count_of, shorten
@@ -49,7 +50,10 @@ class MemberError(ValueError):
 
 @dataclass
 class TarScan:
-    """The images in a tar, in its order. labels: empty if there is no `.cls` member. splits: that folders are named."""
+    """The images in a tar, in its order. labels: empty if there is no `.cls` member. splits: that folders are named.
+
+    unread: members that are not read, by `count_unread`.
+    """
 
     names: list[str] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -57,6 +61,7 @@ class TarScan:
     labels: list[int] = field(default_factory=list)
     splits: set[str] = field(default_factory=set)
     num_ignored: int = 0
+    unread: Counter[str] = field(default_factory=Counter)
 
 
 def refuse_storage_error(error: Exception) -> None:
@@ -99,6 +104,8 @@ def scan_members(tar: tarfile.TarFile, file: BinaryIO, num_bytes: int) -> TarSca
             scan.offsets.append(member.offset_data)
             scan.sizes.append(member.size)
             folders.add(name.parent)
+        else:
+            scan.unread.update(count_unread([name.name]))
     # A tar that was cut between two members, or appended to another, looks complete to tarfile.
     tail = os.pread(file.fileno(), 1 << 16, tar.offset)
     if len(tail) < tarfile.BLOCKSIZE or tail.strip(tarfile.NUL):
@@ -193,6 +200,10 @@ def scan_tars(tars: Sequence[Path]) -> tuple[Rows, dict[str, Any]]:
     if num_ignored:
         kinds = "hidden files, links, devices, sparse files, or names that lead out of the tar"
         notes.append(f"ignored: {count_of(num_ignored, 'member')} of the tars: {kinds}")
+    unread: Counter[str] = Counter()
+    for scan in scans:
+        unread.update(scan.unread)
+    notes += note_unread(unread)
     return make_rows(scans), {"classes": classes, "notes": notes, "packed": None}
 
 

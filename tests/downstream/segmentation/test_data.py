@@ -3,6 +3,7 @@
 import colorsys
 import re
 import struct
+import unicodedata
 import zlib
 
 import numpy as np
@@ -92,6 +93,19 @@ def test_pairs_are_matched_by_name(tmp_path):
     assert pair.dtype == np.uint8
     assert np.array_equal(pair[..., :3], np.asarray(Image.open(tmp_path / "images/training/1.jpg")))
     assert pair[0, :12, 3].tolist() == [1, 1, 1, 2, 2, 2, 255, 255, 255, 0, 0, 0]
+
+
+def test_pairs_are_matched_in_any_form_of_unicode_and_unread_images_are_noted(tmp_path):
+    """A Mac may have written the images, another machine the labels."""
+    write_pairs(tmp_path, 2)
+    name = "caf\N{LATIN SMALL LETTER E WITH ACUTE}"
+    (tmp_path / IMAGE).rename(tmp_path / "images" / "training" / f"{unicodedata.normalize('NFD', name)}.jpg")
+    (tmp_path / LABEL).rename(tmp_path / "annotations" / "training" / f"{unicodedata.normalize('NFC', name)}.png")
+    (tmp_path / "images" / "training" / "2.gif").touch()
+    images = open_pairs(tmp_path)
+    images.check()
+    assert images.load_sample(1)[0].shape == (30, 40, 4)
+    assert images.notes == ["note: not read: 1 file ending in .gif"]
 
 
 def test_palette_images_hold_indices(tmp_path):

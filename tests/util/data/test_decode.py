@@ -194,7 +194,7 @@ def test_an_import_changes_no_filter_of_warnings():
 
 @pytest.mark.parametrize("data", [b"", b"P", b"RIFF\0\0\0\0WEBPVP9 ", encode(Image.new("RGB", (4, 4)), "ICO")])
 def test_formats_that_a_pillow_lacks_and_others_are_refused(data):
-    with pytest.raises(UnidentifiedImageError, match="it does not begin as one of JPEG, PNG"):
+    with pytest.raises(UnidentifiedImageError, match="it does not begin as one of JPEG, PNG, PPM, BMP, TIFF, WEBP$"):
         open_image(io.BytesIO(data))
 
 

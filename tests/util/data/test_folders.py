@@ -1,6 +1,7 @@
 """The rule for splits, and the images of folders: names, labels and order are torchvision's."""
 
 import os
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from util.data.folders import (
     split_of,
     split_of_tar,
 )
-from util.data.images import FolderImages
+from util.data.images import FolderImages, match_splits
 from util.data.open import open_images
 
 
@@ -173,7 +174,7 @@ def test_folders_with_words_of_splits_beside_others_are_classes_with_a_warning(t
 
 def test_a_class_below_a_split_may_be_called_like_a_split(tmp_path):
     tree(tmp_path, "train/bus/1.jpg", "train/train/2.jpg")
-    classes, samples = find_samples(find_files(tmp_path).root)
+    classes, samples, _ = find_samples(find_files(tmp_path).root)
     assert classes == ["bus", "train"]
     assert samples == [("bus/1.jpg", 0), ("train/2.jpg", 1)]
 
@@ -192,7 +193,7 @@ def test_names_labels_and_order_are_torchvision_s(tmp_path):
     (data / "A" / "broken.jpg").symlink_to("nowhere")
     (data / "A" / "itself").symlink_to("itself")
     (data / "A" / os.fsdecode(b"\xff.jpg")).touch()
-    classes, samples = find_samples(data)
+    classes, samples, _ = find_samples(data)
     theirs, rank = find_classes(data)
     expected = make_dataset(data, rank, extensions=IMG_EXTENSIONS)
     assert classes == theirs
@@ -215,14 +216,14 @@ def test_images_are_those_of_image_folder(photos):
 def test_hidden_entries_are_no_classes_and_no_images(tmp_path):
     tree(tmp_path, "cat/1.jpg", "dog/x/1.jpg", "dog/.DS_Store", "dog/._1.jpg", ".jpg")
     tree(tmp_path, ".ipynb_checkpoints/1.jpg", "__MACOSX/1.jpg", "cat/.thumbs/1.jpg", "cat/@eaDir/1.jpg")
-    classes, samples = find_samples(tmp_path)
+    classes, samples, _ = find_samples(tmp_path)
     assert classes == ["cat", "dog"]
     assert samples == [("cat/1.jpg", 0), ("dog/x/1.jpg", 1)]
 
 
 def test_a_data_path_below_a_hidden_folder_is_read(tmp_path):
     root = tree(tmp_path / ".cache" / "photos", "train/cat/1.jpg")
-    assert find_samples(find_files(root).root) == (["cat"], [("cat/1.jpg", 0)])
+    assert find_samples(find_files(root).root) == (["cat"], [("cat/1.jpg", 0)], [])
 
 
 @pytest.mark.fault("U25", "a link in the data that leads back to a parent folder", "not followed")
@@ -233,7 +234,7 @@ def test_links_that_lead_back_end(tmp_path):
         (data / "cat" / name).symlink_to(target)
     (other / "back").symlink_to(data / "cat")
     (other / "again").symlink_to(".")
-    _, samples = find_samples(data)
+    _, samples, _ = find_samples(data)
     assert samples == [("cat/other/3.jpg", 0), ("cat/x/1.jpg", 0), ("dog/2.jpg", 1)]
     (data / "loop").symlink_to(".")
     with pytest.raises(ValueError, match="no valid file for the classes loop"):
@@ -242,7 +243,7 @@ def test_links_that_lead_back_end(tmp_path):
 
 def test_images_directly_in_a_folder_have_no_classes(tmp_path):
     tree(tmp_path, "b.jpg", "A.PNG", "notes.txt", "papers/1.pdf")
-    assert find_samples(tmp_path) == ([], [("A.PNG", 0), ("b.jpg", 0)])
+    assert find_samples(tmp_path) == ([], [("A.PNG", 0), ("b.jpg", 0)], [])
     with pytest.raises(ValueError, match="holds no class folders, so there are no labels"):
         find_samples(tmp_path, labelled=True)
 
@@ -277,6 +278,60 @@ def test_a_folder_without_permission_is_not_left_out(tmp_path, monkeypatch):
         (tmp_path / "cat" / "secret").chmod(0o700)
 
 
+OTHERS = "dog/0.gif dog/x/1.GIF dog/2.gif dog/3.jfif dog/IM0004 dog/.5.gif dog/6.txt dog/README"
+
+
+@pytest.mark.fault("U121", "images with endings that are not read, such as .gif", "counted by ending, in a note")
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (f"cat/1.jpg dog/1.jpg {OTHERS}", ["3 files ending in .gif, 1 file without an ending, 1 file ending in .jfif"]),
+        ("1.jpg 2.jfif scan", ["1 file without an ending, 1 file ending in .jfif"]),
+        ("cat/1.jpg Makefile 2.heic", ["1 file ending in .heic"]),
+        ("cat/1.jpg cat/1.txt dog/1.jpg labels.csv", []),
+    ],
+)
+def test_files_that_look_like_images_and_are_not_read_are_counted(tmp_path, names, expected):
+    tree(tmp_path, *names.split())
+    assert find_samples(tmp_path).notes == [f"note: not read: {counts}" for counts in expected]
+
+
+def test_an_error_of_a_folder_without_images_names_what_is_not_read(tmp_path):
+    tree(tmp_path, "cat/1.jpg", "dog/1.gif")
+    with pytest.raises(ValueError, match=r"classes dog \(note: not read: 1 file ending in .gif\): remove them, or put"):
+        find_samples(tmp_path)
+    (tmp_path / "cat" / "1.jpg").unlink()
+    with pytest.raises(ValueError, match=r"holds no image \(note: not read: 1 file ending in .gif\); expected"):
+        find_samples(tmp_path)
+
+
+COMPOSED = unicodedata.normalize("NFC", "caf\N{LATIN SMALL LETTER E WITH ACUTE}")
+DECOMPOSED = unicodedata.normalize("NFD", COMPOSED)
+
+
+@pytest.mark.fault("U122", "names of classes in another form of Unicode, as Macs write them", "equal classes")
+@pytest.mark.parametrize(("train", "val"), [(COMPOSED, DECOMPOSED), (DECOMPOSED, COMPOSED)])
+def test_classes_are_equal_in_any_form_of_unicode(tmp_path, train, val):
+    """ "cafz" lies before one form and behind the other, so the order of the folders differs."""
+    tree(tmp_path, f"train/{train}/1.jpg", "train/cafz/1.jpg", f"val/{val}/1.jpg", "val/cafz/1.jpg")
+    images = FolderImages(tmp_path / "train", labelled=True)
+    val_images = FolderImages(tmp_path / "val", labelled=True)
+    match_splits(images, val_images)
+    assert images.classes == val_images.classes
+    assert sorted(images.classes) == ["cafz", COMPOSED]
+    for i in range(2):
+        name = val_images.path(i).split(os.sep)[-2]
+        assert val_images.classes[val_images.labels[i]] == unicodedata.normalize("NFC", name)
+
+
+def test_two_forms_of_one_class_are_refused(tmp_path):
+    tree(tmp_path, f"{COMPOSED}/1.jpg", f"{DECOMPOSED}/1.jpg")
+    if len(os.listdir(tmp_path)) == 1:
+        pytest.skip("this file system knows one form")
+    with pytest.raises(ValueError, match=r"'cafe\\u0301' and 'caf\\xe9', two spellings of one class: merge"):
+        find_samples(tmp_path)
+
+
 def test_a_listing_knows_each_kind(tmp_path):
     tree(tmp_path, "b/", "a/", "2.jpg", "1.JPG", "x.tar", "y.tar.gz", ".h/", ".i.png", ".j", "notes.txt")
     (tmp_path / "c").symlink_to("a")
@@ -285,6 +340,7 @@ def test_a_listing_knows_each_kind(tmp_path):
     assert listing.folders == ["a", "b", "c"]
     assert listing.images == ["1.JPG", "2.jpg"]
     assert listing.tars == ["x.tar"]
+    assert listing.others == ["d", "notes.txt", "y.tar.gz"]
 
 
 # ------------------------------------------------------------------------------------------------------ what to do

@@ -231,6 +231,14 @@ def test_the_image_of_a_sample(tmp_path, name):
 # ------------------------------------------------------------------------------------------------- members and damage
 
 
+def test_members_that_look_like_images_and_are_not_read_are_counted(tmp_path):
+    write(tmp_path / "a.tar", [("cat/1.jpg", photo(1)), ("cat/2.gif", b""), ("cat/notes.txt", b"")])
+    write(tmp_path / "b.tar", [("dog/3.gif", b""), ("dog/4.jpg", photo(4)), ("dog/5.heic", b"")])
+    for _ in range(2):  # the second time by the index
+        images = open_images("folder", tmp_path)
+        assert images.notes == ["note: not read: 2 files ending in .gif, 1 file ending in .heic"]
+
+
 @pytest.mark.fault("F34", "a tar with ../, absolute names, links, devices", "left out and counted; nothing is written")
 @pytest.mark.fault("U27", "a tar with a hidden file in it", "the file is ignored, and noted")
 def test_hostile_and_hidden_members_are_left_out_and_nothing_is_written(tmp_path):
