@@ -1,6 +1,7 @@
-"""Words for messages: counts, short lists of names, durations."""
+"""Words for messages: counts, short lists of names, durations, escapes."""
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
@@ -39,3 +40,17 @@ def close_to(name: str, known: Iterable[str]) -> str:
 def duration(seconds: float) -> str:
     """Returns hours, minutes and seconds: "1:02:03"."""
     return str(timedelta(seconds=round(seconds)))
+
+
+def printable(text: str) -> str:
+    """Returns the text with escapes for what would command a terminal, which may be in the name of a file.
+
+    Also for bytes of names that are no text. Line breaks and tabs stay.
+    """
+
+    def escape(match: re.Match[str]) -> str:
+        if match[0].isprintable():
+            return match[0]
+        return ascii(match[0])[1:-1]
+
+    return re.sub(r"[^\n\t]", escape, text)

@@ -154,6 +154,24 @@ def test_odd_images(copied, tmp_path):
     assert pretrain(data, tmp_path / "out", "--max_bad_fraction", 0)["meta"]["step"] == 6
 
 
+HOSTILE = "\x1b]0;owned\x07\udcff"  # would set the title of a terminal; its last byte is no text
+
+
+@pytest.mark.fault("U123", "escapes of a terminal, or bytes that are no text, in names of folders", "shown as escapes")
+def test_names_of_folders_do_not_reach_the_terminal_as_they_are(copied, tmp_path, capsys):
+    data, _ = copied
+    (data / "train" / HOSTILE).mkdir()
+    message = pretrain.refused(capsys, data, tmp_path / "out")
+    assert r"no valid file for the classes \x1b]0;owned\x07\udcff: remove them" in message
+    (data / "train" / HOSTILE).rename(data / HOSTILE)
+    pretrain(data, tmp_path / "out", "--max_steps", 1)
+    note = r"note: \x1b]0;owned\x07\udcff in"
+    assert note in (tmp_path / "out" / "log.txt").read_text()
+    out = capsys.readouterr().out
+    assert note in out
+    assert "\x1b]" not in out
+
+
 @pytest.mark.fault("F26", "PNGs of 169 and 400 megapixels, of a few kilobytes", "refused by their header, not unfolded")
 def test_decompression_bombs(copied, tmp_path, monkeypatch, recwarn):
     data, cats = copied

@@ -2,7 +2,7 @@
 
 import pytest
 
-from util.text import close_to, count_of, duration, shorten
+from util.text import close_to, count_of, duration, printable, shorten
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,12 @@ def test_short_lists():
     assert shorten([]) == ""
     assert shorten(["a", "b", "c"], 3) == "a, b, c"
     assert shorten(["a", "b", "c"], 2) == "a, b, ..."
+
+
+def test_what_would_command_a_terminal_is_escaped():
+    assert printable("\x1b[31mred\x07 \udcff\x9b") == r"\x1b[31mred\x07 \udcff\x9b"
+    text = "ρ_d .5, 1 µs:\n\tcafé"
+    assert printable(text) == text
 
 
 def test_durations():

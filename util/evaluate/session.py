@@ -17,6 +17,7 @@ from util.run.cli import Parser
 from util.run.errors import exit_on_setup_errors
 from util.run.flags import num_workers
 from util.run.folder import lock_folder, refuse_different_starts, write_json
+from util.text import printable
 
 
 class Session(NamedTuple):
@@ -29,7 +30,7 @@ class Session(NamedTuple):
         """Prints lines on rank 0."""
         if self.process.is_main:
             for line in lines:
-                print(line, flush=True)
+                print(printable(line), flush=True)
 
     def make_context(self, args: argparse.Namespace, normalize: Normalize, batch_size: int) -> EvalContext:
         """Returns the context of an evaluation on this process's device, with the flags' precision and workers."""

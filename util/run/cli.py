@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from util.text import close_to
+from util.text import close_to, printable
 
 LONG_CHOICES = 50  # characters
 # Exit codes after which a restart would fail again: user error, values that are not finite, no usable checkpoint.
@@ -224,7 +224,7 @@ class Parser(FlagContainer, argparse.ArgumentParser):
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Ends the program, and torchrun with it if it would start a final error again."""
         if message:
-            self._print_message(message, sys.stderr)
+            self._print_message(printable(message), sys.stderr)
         if status in FINAL:
             stop_torchrun(f"{self.prog}: exit code {status}; torchrun is stopped, which would repeat it\n")
         super().exit(status)

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from util.atomic import replaced_file
 from util.lazy import LazyModule
 from util.run.folder import read_reports
+from util.text import printable
 
 events = LazyModule("util.run.events")  # which imports TensorBoard
 
@@ -62,6 +63,7 @@ class RunLog:
 
     def info(self, message: str) -> None:
         if self.enabled:
+            message = printable(message)
             self._write(message)
             with redirect_if_broken(sys.stderr):
                 self.bar.clear()
@@ -69,7 +71,7 @@ class RunLog:
 
     def write_to_file(self, message: str) -> None:
         if self.enabled:
-            self._write(message)
+            self._write(printable(message))
 
     def _write(self, message: str) -> None:
         self.text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
