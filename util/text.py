@@ -15,6 +15,13 @@ def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}s"
 
 
+def rate(per_second: float) -> str:
+    """Returns a rate without digits behind the point, or with two digits in all if it is small: "1400", "8", "0.31"."""
+    if per_second < 10:
+        return f"{per_second:.2g}"
+    return f"{per_second:.0f}"
+
+
 def shorten(names: Sequence[str], most: int = 3) -> str:
     """Returns the first `most` names, separated by commas."""
     text = ", ".join(names[:most])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from util.text import close_to, count_of, duration, printable, shorten
+from util.text import close_to, count_of, duration, printable, rate, shorten
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,10 @@ def test_what_would_command_a_terminal_is_escaped():
     assert printable("\x1b[31mred\x07 \udcff\x9b") == r"\x1b[31mred\x07 \udcff\x9b"
     text = "ρ_d .5, 1 µs:\n\tcafé"
     assert printable(text) == text
+
+
+def test_slow_rates_keep_their_digits():
+    assert [rate(value) for value in (1412.4, 12.3, 8.04, 0.3149, 0.02)] == ["1412", "12", "8", "0.31", "0.02"]
 
 
 def test_durations():

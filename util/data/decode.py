@@ -5,6 +5,7 @@ Pixels equal those of Pillow's `convert("RGB")` bit for bit, except for grey ima
 """
 
 import io
+import logging
 import os
 import warnings
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ try:
     import simplejpeg  # libjpeg-turbo without Pillow's copies; optional
 except ImportError:
     simplejpeg = None
+
+logging.getLogger("PIL").addHandler(logging.NullHandler())  # without one, stderr shows what it logs before an error
 
 # The formats of ImageFolder's extensions. For some other formats Pillow starts external programs.
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")

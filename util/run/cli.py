@@ -21,6 +21,7 @@ LONG_CHOICES = 50  # characters
 # Exit codes after which a restart would fail again: user error, values that are not finite, no usable checkpoint.
 FINAL = (2, 3, 4)
 TEMPORARY = 75  # exit code (EX_TEMPFAIL): the same command may succeed later
+ARGUMENTS = {"img_size": "input_size"}  # of models, whose flag has another name
 PROGRESS = ".progress"  # file in the output folder that says how far the run is
 WARMUPS = {"warmup_epochs": "epochs", "warmup_iters": "num_iters"}  # {flag: the flag of the schedule's length}
 # What another value of a flag changes. "rounding": results still agree to rounding. "split": how the total batch is
@@ -378,7 +379,14 @@ def with_dashes(message: str, parser: argparse.ArgumentParser) -> str:
     names = [option[2:] for option in parser._option_string_actions if "_" in option]
     if not names:
         return message
-    return re.sub(rf"(?<![\w'\"./=-])({'|'.join(names)})(?![\w'\"./=-])", r"--\1", message)
+
+    def spell_flag(match: re.Match[str]) -> str:
+        return f"--{ARGUMENTS.get(match[1], match[1])}"
+
+    for argument, flag in ARGUMENTS.items():
+        if flag in names:
+            names.append(argument)
+    return re.sub(rf"(?<![\w'\"./=-])({'|'.join(names)})(?![\w'\"./=-])", spell_flag, message)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from util.run.logging import RunLog
 from util.run.shard import total_norm
 from util.run.skipping import step_if
 from util.run.supervise import BACKWARD, BETWEEN, DATA, DEVICE, FORWARD, Stopped, StopSignal, Watchdog
-from util.text import duration
+from util.text import duration, rate
 
 SLOW_DATA = 0.1  # warn if more than this share of the time is spent waiting for data
 MAX_BAD_STEPS = 20  # this many non-finite steps in a row end the run, at the next report
@@ -405,7 +405,7 @@ class TrainLoop:
         if self.num_reports > 1 and self.data_hint and scalars["data_share"] > SLOW_DATA:
             share = scalars["data_share"]
             loaded = scalars["images_per_s"]
-            rates = f"{loaded:.0f} images/s are loaded, the model takes up to {loaded / (1 - share):.0f}"
+            rates = f"{rate(loaded)} images/s are loaded, the model takes up to {rate(loaded / (1 - share))}"
             where = self._place(scalars["data_rank"])
             warning = f"warning: {share:.0%} of the time{where} is spent waiting for data"
             self.log.info(f"{warning} ({rates}): {self.data_hint}")
@@ -452,7 +452,7 @@ class TrainLoop:
         loss = "not finite"
         if scalars["loss"] is not None:
             loss = f"{scalars['loss']:.4f}"
-        values = f"loss {loss}, lr {scalars['lr']:.2e}, {scalars['images_per_s']:.0f} images/s"
+        values = f"loss {loss}, lr {scalars['lr']:.2e}, {rate(scalars['images_per_s'])} images/s"
         if scalars["skipped_steps"]:
             values += f", {scalars['skipped_steps']} steps skipped"
         where = f"epoch {scalars['epoch']}, step {self.step}/{self.last_step}"

@@ -163,7 +163,10 @@ def test_four_images_are_learned_by_heart(tmp_path):
         ("--head linear --layer_decay 1", "--head linear has no use for --decoder_channels, --layer_decay: "),
         ("--recipe ade20k_upernet_vit_base --head linear", "not go with --head linear, which has recipes of its own"),
         ("--stride 17", "--stride 17 must be at most --input_size 16"),
-        ("--input_size 18", "img_size 18 x 18 is not divisible by --patch_size 4; the nearest size that is: 16 x 16"),
+        (
+            "--input_size 18",
+            "--input_size 18 x 18 is not divisible by --patch_size 4; the nearest size that is: 16 x 16",
+        ),
         ("--input_size 4 --stride 4", "at least 2 x 2 patches, got 1 x 1: raise --input_size"),
         ("--ratio_range 2 1", "--ratio_range must be two factors 0 < low <= high, got [2.0, 1.0]"),
         ("--cat_max_ratio 0", "--cat_max_ratio must lie in (0, 1], got 0.0"),

@@ -192,6 +192,27 @@ def test_an_import_changes_no_filter_of_warnings():
     assert "DecompressionBombWarning" not in filters
 
 
+def test_pillow_prints_nothing_beside_its_errors(tmp_path):
+    """It logs an error of TIFFs with more samples per pixel than it knows, which a root logger may still show."""
+    tifffile = pytest.importorskip("tifffile")
+    tifffile.imwrite(tmp_path / "13.tif", np.zeros((8, 8, 13), np.uint8), planarconfig="contig", photometric="rgb")
+    code = f"""
+import logging, sys, util.data.decode as decode
+for shows in (False, True):
+    if shows:
+        logging.basicConfig(stream=sys.stdout)
+    try:
+        decode.open_image({str(tmp_path / "13.tif")!r})
+    except decode.PILLOW_ERRORS:
+        print("refused")
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    refused, logged, refused_again = done.stdout.splitlines()
+    assert refused == refused_again == "refused"
+    assert "More samples per pixel" in logged
+    assert done.stderr == ""
+
+
 @pytest.mark.parametrize("data", [b"", b"P", b"RIFF\0\0\0\0WEBPVP9 ", encode(Image.new("RGB", (4, 4)), "ICO")])
 def test_formats_that_a_pillow_lacks_and_others_are_refused(data):
     with pytest.raises(UnidentifiedImageError, match="it does not begin as one of JPEG, PNG, PPM, BMP, TIFF, WEBP$"):

@@ -310,11 +310,12 @@ def test_why_a_path_cannot_be_written(tmp_path):
         ("--mask_unit 3 and no mask_units", "--mask_unit 3 and no mask_units"),
         ("no image in 'data/mask_unit' of model 'mask_unit'", "no image in 'data/mask_unit' of model 'mask_unit'"),
         ("the model is too large", "the model is too large"),  # a word
+        ("img_size 33 x 33 is not divisible", "--input_size 33 x 33 is not divisible"),
     ],
 )
 def test_errors_spell_flags_with_dashes(message, said):
     parser = Parser("x.py")
-    for name in ("mask_unit", "mask_ratio", "throw_ratio", "model"):
+    for name in ("mask_unit", "mask_ratio", "throw_ratio", "model", "input_size"):
         parser.add_argument(f"--{name}")
     assert with_dashes(message, parser) == said
     assert with_dashes(message, Parser("y.py")) == message
