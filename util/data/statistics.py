@@ -210,7 +210,28 @@ def choose_statistics(
     mean = list(given_mean or defaults[0])
     std = list(given_std or defaults[1])
     check_statistics(mean, std, pixels)
+    if resumed is None and encoder:
+        remarks = [*remarks, *note_on_given(given, encoder, pixels)]
     return (mean, std), remarks
+
+
+def note_on_given(given: Sequence[Sequence[float] | None], encoder: PixelSettings, pixels: PixelFormat) -> list[str]:
+    """Returns a note for --mean and for --std if the encoder's images were normalised by other values.
+
+    given: see `choose_statistics`. A hundredth of the deviation is no difference.
+    """
+    known = known_statistics(encoder, pixels)
+    if known is None or len(known[0]) != pixels.channels or encoder["pixels"] not in (None, pixels.dtype):
+        return []
+    notes: list[str] = []
+    for flag, values, values_of_encoder in zip(("--mean", "--std"), given, known, strict=True):
+        if not values:
+            continue
+        differences = np.abs(np.subtract(values, values_of_encoder))
+        if (differences > 0.01 * np.array(known[1])).any():
+            expected = " ".join(f"{value:.6g}" for value in values_of_encoder)
+            notes.append(f"note: {flag} is another than the encoder was trained with: {expected}")
+    return notes
 
 
 def default_statistics(

@@ -105,7 +105,31 @@ def test_remarks_name_the_encoder(tmp_path):
     assert choose(images, encoder=encoder)[1] == ["note: pixel mean and deviation are those of the encoder"]
     statistics, remarks = choose(images, encoder=encoder, mean=GIVEN)
     assert statistics == (GIVEN, [0.125, 0.25])
-    assert remarks == ["note: pixel deviation is that of the encoder"]
+    assert remarks == [
+        "note: pixel deviation is that of the encoder",
+        "note: --mean is another than the encoder was trained with: 0.25 0.5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stored", "flags", "remarks"),
+    [
+        ({}, {"mean": [0.5] * 3}, ["note: --mean is another than the encoder was trained with: 0.485 0.456 0.406"]),
+        ({}, {"mean": MEAN, "std": [0.2291, 0.224, 0.225]}, []),
+        ({"mean": [0.5] * 3, "std": [0.25] * 3}, {"mean": [0.5] * 3, "std": [0.25] * 3}, []),
+        (
+            {"mean": [0.5] * 3, "std": [0.25] * 3},
+            {"mean": [0.5] * 3, "std": STD},
+            ["note: --std is another than the encoder was trained with: 0.25 0.25 0.25"],
+        ),
+    ],
+)
+def test_given_statistics_that_are_not_the_encoder_s_are_said(photos, tmp_path, stored, flags, remarks):
+    """Without statistics in the file, the encoder's were ImageNet's."""
+    path = save_checkpoint(tmp_path, 1, {}, {"settings": stored, "pixels": "uint8"})
+    images = open_images("folder", photos)
+    assert choose(images, encoder={"path": str(path)}, **flags)[1] == remarks
+    assert choose(images, **flags)[1] == []
 
 
 # ------------------------------------------------------------------------------------------ marks of missing pixels
