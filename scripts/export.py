@@ -30,7 +30,10 @@ of the pixels, and the classes and the evaluation view of a classifier. The prog
 """
 
 import argparse
+import io
 import json
+import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,6 +42,7 @@ from typing import Any
 import safetensors.torch
 import timm
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -195,6 +199,11 @@ def write_config(
         timm.models.save_for_hf(
             untrained, folder, model_config=model_config, model_args=dict(options), safe_serialization=True
         )
+    except SafetensorError as error:  # of the untrained weights
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
     except RuntimeError as error:  # timm does not find a huggingface_hub that it can use
         raise ValueError(f"timm {timm.__version__} cannot write its config.json: {error}") from error
 
@@ -377,16 +386,18 @@ def describe(model: nn.Module, state: Tensors, facts: Mapping[str, Any]) -> str:
 
 
 def write_weights(path: Path, state: Tensors, facts: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """Write the file that the suffix asks for. Both hold the facts, and .safetensors also the metadata."""
+    """Write the file that the suffix asks for. Both hold the facts, and .safetensors also the metadata.
+
+    The libraries would report a full disk by errors of their own.
+    """
     path.unlink(missing_ok=True)  # a temporary file, which only its owner can read
     if path.suffix == ".pth":
-        torch.save({"model": state, "meta": json.dumps(checkpoint.exported_info(facts).to_json())}, path)
+        buffer = io.BytesIO()
+        torch.save({"model": state, "meta": json.dumps(checkpoint.exported_info(facts).to_json())}, buffer)
+        path.write_bytes(buffer.getbuffer())
         return
-    path.touch()
-    mode = path.stat().st_mode
     texts = {name: json.dumps(value) for name, value in facts.items()}
-    safetensors.torch.save_file(state, path, {"format": "pt", **metadata, **texts})
-    path.chmod(mode)  # safetensors may leave a file that only its owner can read
+    path.write_bytes(safetensors.torch.save(state, {"format": "pt", **metadata, **texts}))
 
 
 def write_card(folder: Path, weights: Weights, title: str, library: str, usage: str, contents: str) -> None:

@@ -55,7 +55,8 @@ def filled_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary folder for new files. They move into the folder `path` when the block ends without an error.
 
     A new `path` appears as a whole. In an existing one the files replace those of the same names one by one, and other
-    files stay. If the block raises, nothing has changed. The files are on the disk before they are moved.
+    files stay. If the block raises, nothing has changed. The files are on the disk before they are moved. OSError of a
+    failed write names `path`.
     """
     target = Path(path).resolve()
     outer = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-", dir=target.parent))  # only its owner can read it
@@ -73,5 +74,9 @@ def filled_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
             sync(temporary)
             temporary.rename(target)
         sync(target.parent)
+    except OSError as error:
+        if error.filename is not None and not str(error.filename).startswith(str(outer)):  # of another file
+            raise
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         shutil.rmtree(outer, ignore_errors=True)

@@ -83,10 +83,10 @@ def run(capsys, source, out, *flags):
     return capsys.readouterr().out.splitlines()
 
 
-def refused(capsys, source, out, *flags):
+def refused(capsys, source, out, *flags, code=2):
     """Returns the error message. Nothing is written."""
     existed = out.exists()
-    message = runs.refused(capsys, export.main, source, "--out", out, *flags)
+    message = runs.refused(capsys, export.main, source, "--out", out, *flags, code=code)
     assert out.exists() == existed
     return message
 

@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import resource
 
 import pytest
 import timm
@@ -134,6 +135,34 @@ def test_the_printed_line_loads_the_file(tmp_path, capsys, monkeypatch, model, o
     ours = load_model(path)
     imgs = torch.randn(1, 3, *ours.img_size)
     torch.testing.assert_close(theirs.forward_features(imgs), ours.forward_features(imgs), **CLOSE)
+
+
+@pytest.fixture
+def full_disk():
+    """No file can become larger than 300 kB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture
+def mae_run(tmp_path):
+    """The folder of a run of plain MAE, which every format can hold."""
+    pretrained_run(tmp_path, "--throw_ratio", "0")
+    return tmp_path
+
+
+@pytest.mark.fault("U124", "an export onto a full disk", "exit code 75; nothing is left")
+@pytest.mark.parametrize(
+    ("out", "layout"),
+    [("e", "timm"), ("e.safetensors", "timm"), ("e.pth", "timm"), ("e", "transformers"), ("e.pth", "mae")],
+)
+def test_a_full_disk_may_pass(mae_run, full_disk, capsys, out, layout):
+    before = os.listdir(mae_run)
+    message = refused(capsys, mae_run, mae_run / out, "--format", layout, code=75)
+    assert message == f"export.py: error: {str(mae_run / out)!r}: File too large; start the same command again\n"
+    assert os.listdir(mae_run) == before
 
 
 def test_an_existing_file_is_kept_without_overwrite(tmp_path, capsys):

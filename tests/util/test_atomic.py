@@ -54,6 +54,17 @@ def test_a_failed_write_names_the_file(tmp_path, durable):
     assert not any(tmp_path.iterdir())
 
 
+def test_a_failed_write_into_a_folder_names_the_folder(tmp_path):
+    path = tmp_path / "export"
+    with pytest.raises(OSError, match="No space left") as found, filled_folder(path) as temporary:
+        raise OSError(errno.ENOSPC, "No space left on device", str(temporary / "config.json"))
+    assert found.value.errno == errno.ENOSPC
+    assert found.value.filename == str(path)
+    assert not any(tmp_path.iterdir())
+    with pytest.raises(FileNotFoundError, match="other"), filled_folder(path):
+        raise FileNotFoundError(errno.ENOENT, "missing", "other")
+
+
 def test_an_error_that_names_another_file_is_kept(tmp_path):
     with pytest.raises(FileNotFoundError) as found, replaced_file(tmp_path / "state.pth"):
         raise FileNotFoundError(errno.ENOENT, "missing", "other")

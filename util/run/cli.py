@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import errno
 import math
 import os
 import re
@@ -21,6 +22,9 @@ LONG_CHOICES = 50  # characters
 # Exit codes after which a restart would fail again: user error, values that are not finite, no usable checkpoint.
 FINAL = (2, 3, 4)
 TEMPORARY = 75  # exit code (EX_TEMPFAIL): the same command may succeed later
+# Numbers of OSErrors of a path that the user gave. Others, such as a full disk, may pass.
+PATH_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG)
+PERMISSION_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
 ARGUMENTS = {"img_size": "input_size"}  # of models, whose flag has another name
 PROGRESS = ".progress"  # file in the output folder that says how far the run is
 WARMUPS = {"warmup_epochs": "epochs", "warmup_iters": "num_iters"}  # {flag: the flag of the schedule's length}
@@ -391,7 +395,10 @@ def with_dashes(message: str, parser: argparse.ArgumentParser) -> str:
 
 @contextmanager
 def user_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Turns an error of the user, or of values that are not finite, into the parser's error of one paragraph."""
+    """Turns an error of the user, of values that are not finite, or of the storage into one paragraph and an exit code.
+
+    An OSError without a number is none of the storage.
+    """
     try:
         yield
     except BrokenPipeError:  # see `run_program`
@@ -402,6 +409,8 @@ def user_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
         message = str(error)
         if isinstance(error, OSError) and error.strerror and isinstance(error.filename, (str, os.PathLike)):
             message = f"{str(error.filename)!r}: {error.strerror}"  # without the number of the error
+        if isinstance(error, OSError) and error.errno not in (None, *PATH_ERRORS, *PERMISSION_ERRORS):
+            parser.exit(TEMPORARY, f"{parser.prog}: error: {message}; start the same command again\n")
         parser.error(with_dashes(message, parser))
 
 

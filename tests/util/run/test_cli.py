@@ -226,6 +226,20 @@ def test_errors_of_users_are_one_paragraph(capsys, error, message):
     assert capsys.readouterr().err == f"x.py: error: {message}\n(`x.py --help` lists every flag)\n"
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(28, "No space left on device", "out.pth"), "'out.pth': No space left on device"),
+        (OSError(5, "Input/output error"), "[Errno 5] Input/output error"),
+    ],
+)
+def test_errors_of_the_storage_may_pass(capsys, error, message):
+    with pytest.raises(SystemExit) as stop, user_errors(Parser("x.py")):
+        raise error
+    assert stop.value.code == 75
+    assert capsys.readouterr().err == f"x.py: error: {message}; start the same command again\n"
+
+
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), KeyError("a bug"), KeyboardInterrupt()])
 def test_other_errors_pass(error):
     with pytest.raises(type(error)), user_errors(Parser("x.py")):
