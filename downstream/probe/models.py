@@ -16,6 +16,7 @@ from encoders.load import ENCODER_KEYS, build, read, refuse_foreign
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import known_statistics
 from util.evaluate.features import class_feature, forward_blocks
+from util.hub import hub_or_cache
 from util.lazy import LazyModule
 from util.run import checkpoint
 from util.run.resume import identify_encoder
@@ -163,7 +164,11 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
     if input_size is not None and timm.get_pretrained_cfg(name).fixed_input_size:  # others read images of any size
         options["img_size"] = input_size
     try:
-        network = timm.create_model(name, pretrained=path is None, num_classes=0, **options)
+        if path is None:
+            with hub_or_cache():
+                network = timm.create_model(name, pretrained=True, num_classes=0, **options)
+        else:
+            network = timm.create_model(name, num_classes=0, **options)
     except Exception as error:  # many types: no weights, no network, a size that does not fit
         raise ValueError(
             f"timm could not make {name!r}: {type(error).__name__}: {error}; without a network, download the weights "

@@ -22,6 +22,11 @@ from util.run.checkpoint import CheckpointError, save_checkpoint
 VIT = "vit_tiny_patch16_224"
 
 
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    monkeypatch.setattr("util.hub.can_reach_hub", lambda: False)
+
+
 def shake(model):
     """Changes all weights, also biases and tables, which begin as zeros."""
     torch.manual_seed(0)

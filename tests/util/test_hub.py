@@ -1,0 +1,63 @@
+"""The Hugging Face Hub is asked once, and only its cache is read if it cannot be reached."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from util import hub
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Server:
+    """Accepts connections, counts them, and answers each with `answer`, or not at all if it is empty."""
+
+    def __init__(self, answer: bytes) -> None:
+        self.answer = answer
+        self.num_connections = 0
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self) -> None:
+        while True:
+            connection, _ = self.socket.accept()
+            self.num_connections += 1
+            with connection:
+                if self.answer:
+                    connection.recv(1 << 16)
+                    connection.sendall(self.answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_reached"),
+    [(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n", True), (b"", False)],
+)
+def test_one_request_says_whether_the_hub_is_there(monkeypatch, answer, is_reached):
+    server = Server(answer)
+    monkeypatch.replace_in(hub, "huggingface_hub.constants.ENDPOINT", server.endpoint)
+    monkeypatch.replace_in(hub, "huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    constants = hub.huggingface_hub.constants
+    assert hub.can_reach_hub() == is_reached
+    assert server.num_connections == 1
+    with hub.hub_or_cache():
+        assert constants.HF_HUB_OFFLINE is not is_reached
+    assert constants.HF_HUB_OFFLINE is False
+
+
+@pytest.mark.fault("U125", "a model of timm whose weights are not in the cache, without a network", "refused at once")
+def test_weights_of_timm_are_not_asked_for_again_and_again(tmp_path):
+    """Each of two files would be tried six times, for 50 seconds in all."""
+    server = Server(b"")
+    code = "from downstream.probe.models import open_timm_model; open_timm_model('vit_tiny_patch16_224')"
+    env = {**os.environ, "HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
+    env.pop("HF_HUB_OFFLINE", None)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert "ValueError: timm could not make 'vit_tiny_patch16_224'" in done.stderr
+    assert "without a network, download the weights elsewhere" in done.stderr
+    assert server.num_connections == 1
