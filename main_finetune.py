@@ -26,7 +26,7 @@ from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util import collectives
 from util.accuracy import accuracy_text
 from util.data.datasets import AddressedDataset, stack
-from util.data.images import check_classes, match_splits
+from util.data.images import check_classes, match_splits, note_on_small_images
 from util.data.open import open_everywhere
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import Statistics, normalizer
@@ -419,7 +419,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         optimizer = make_optimizer(model, args, run.plan.lr)
 
         augmentation, notes = make_augmentation(args, model.img_size, images.pixel_format, given)
-        run.note(*notes)
+        run.note(*notes, *note_on_small_images(images, model.img_size))
         dataset = AddressedDataset(images, augmentation, replace=args.max_bad_fraction > 0)
         loader = TrainLoader(dataset, stack, model.img_size, run.plan, run.process, args.seed)
 

@@ -27,7 +27,7 @@ from prmim import AGGREGATION, SAMPLING, SpatialAggregation
 from recipes import RECIPES
 from util.costs import forward_gmac
 from util.data.datasets import AddressedDataset
-from util.data.images import evenly_spaced
+from util.data.images import evenly_spaced, note_on_small_images
 from util.data.open import open_everywhere
 from util.data.statistics import Statistics
 from util.lazy import LazyModule
@@ -460,6 +460,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         growth.check_growth(args, model)
         for file in model.named_files().values():
             run.note(file.origin)
+        run.note(*note_on_small_images(images, model.img_size))
         run.load_encoder(partial(load_encoder, model, part="blocks"))
         optimizer = make_optimizer(model, args, run.plan.lr)
 

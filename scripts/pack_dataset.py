@@ -182,7 +182,7 @@ def encoded(images: FolderImages, i: int, quality: int | None) -> bytes:
     if quality is None:
         data = images.read(i)
         try:
-            images.format_of(io.BytesIO(data))
+            images.header_of(io.BytesIO(data))
         except PILLOW_ERRORS as error:
             raise ImageError(unreadable(images.path(i), error)) from error
         return data

@@ -8,8 +8,9 @@ import pytest
 from PIL import Image
 
 from scripts import pack_dataset
+from tests.conftest import write_photo
 from tests.patches import StandIn
-from tests.runs import assert_same_state, finish, losses, pretrain, state
+from tests.runs import assert_same_state, finetune, finish, losses, pretrain, state
 from util.data import decode, images
 from util.data.tars import TarImages
 
@@ -170,6 +171,22 @@ def test_names_of_folders_do_not_reach_the_terminal_as_they_are(copied, tmp_path
     out = capsys.readouterr().out
     assert note in out
     assert "\x1b]" not in out
+
+
+@pytest.mark.fault("U126", "images of 8 pixels with crops of 32", "trained on; the log says that they are enlarged")
+@pytest.mark.parametrize(("side", "is_said"), [(8, True), (16, False)])
+def test_images_much_smaller_than_their_crops_are_said(labelled, tmp_path, side, is_said):
+    """A single large image is no typical one."""
+    data = tmp_path / "data"
+    shutil.copytree(labelled, data)
+    first, *others = sorted(data.rglob("train/*/*.jpg"))
+    for path in others:
+        write_photo(path, (side + 9, side))
+    note = "note: the shorter side of a typical image has 8 pixels, and its crops are enlarged to 32 x 32: a smaller"
+    for program in (pretrain, finetune):
+        out = tmp_path / program.module.__name__
+        program(data, out, "--max_steps", 1)
+        assert (note in (out / "log.txt").read_text()) == is_said
 
 
 @pytest.mark.fault("F26", "PNGs of 169 and 400 megapixels, of a few kilobytes", "refused by their header, not unfolded")

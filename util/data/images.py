@@ -23,7 +23,7 @@ from PIL import TiffImagePlugin, UnidentifiedImageError
 from util.data.decode import PILLOW_ERRORS, has_16_bits, open_image
 from util.data.folders import MissingSplit, find_samples, spelling
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels
-from util.data.pixel_format import RGB8, FormatError, PixelFormat, read_format, read_pixels
+from util.data.pixel_format import RGB8, FormatError, Header, PixelFormat, read_header, read_pixels
 from util.lazy import LazyModule
 from util.text import count_of, shorten
 
@@ -92,6 +92,7 @@ class Images:
     in_chans = 3
     pixel_format = RGB8
     invalid: InvalidPixels = ALL_VALID
+    typical_side: int | None = None  # median of the shorter sides of images that were looked at
 
     def __init__(self, root: str | Path, labels: np.ndarray, classes: Sequence[str], notes: Sequence[str] = ()) -> None:
         self.root = root
@@ -194,19 +195,22 @@ class EncodedImages(Images):
         problems: list[str] = []
         good: list[int] = []
         formats: dict[PixelFormat, int] = {}  # of each format, the first image
+        sides: list[int] = []
         for i in checked:
             try:
-                pixels = self.read_format(i)
+                pixels, size = self.read_header(i)
             except FormatError as error:
                 raise ImageError(f"{self.path(i)!r} cannot be used: {error}") from error
             except ImageError as error:
                 problems.append(str(error))
                 continue
             good.append(i)
+            sides.append(min(size))
             if pixels not in formats:
                 formats[pixels] = i
         self._refuse_bad(problems, len(checked), max_bad_fraction)
         self.pixel_format = self.one_format(formats)
+        self.typical_side = sorted(sides)[len(sides) // 2]
         self._note_lost(good)
         self.invalid.check_type(self.pixel_format)
         if self.pixel_format.is_float:
@@ -214,20 +218,20 @@ class EncodedImages(Images):
             for i in good[::step]:
                 self.load(i)
 
-    def read_format(self, i: int) -> PixelFormat:
-        """Returns the format of image i. ImageError if it cannot be read, FormatError if such files are never read."""
+    def read_header(self, i: int) -> Header:
+        """Returns format and size of image i. ImageError if it cannot be read, FormatError if such files are never."""
         try:
-            return self.format_of(self.source(i))
+            return self.header_of(self.source(i))
         except (FormatError, ImageError):
             raise
         except PILLOW_ERRORS as error:
             raise ImageError(unreadable(self.path(i), error)) from error
 
-    def format_of(self, source: str | io.BytesIO) -> PixelFormat:
-        """Reads the format of an image in a file, or in the bytes of one; one of `PILLOW_ERRORS` if that fails."""
+    def header_of(self, source: str | io.BytesIO) -> Header:
+        """Reads the header of an image in a file, or in the bytes of one; one of `PILLOW_ERRORS` if that fails."""
         if self.invalid.is_declared:
-            return self.invalid.read_format(source, self.in_chans)
-        return read_format(source, self.in_chans)
+            return self.invalid.read_header(source, self.in_chans)
+        return read_header(source, self.in_chans)
 
     def _refuse_bad(self, problems: Sequence[str], num_checked: int, max_bad_fraction: float) -> None:
         """ImageError if too many of the checked images have problems. It notes those that will be replaced."""
@@ -462,6 +466,17 @@ def find_storage_error(images: Images) -> OSError | None:
             return error
         return None
     return OSError(f"the images in {str(images.root)!r} cannot be opened any more")
+
+
+def note_on_small_images(images: Any, img_size: Sequence[int]) -> list[str]:
+    """Returns a note if crops of a typical image are enlarged more than twice to `img_size`."""
+    side = images.typical_side
+    if side is None or 2 * side >= min(img_size):
+        return []
+    return [
+        f"note: the shorter side of a typical image has {count_of(side, 'pixel')}, and its crops are enlarged to "
+        f"{img_size[0]} x {img_size[1]}: a smaller --input_size, with a smaller --patch_size, shows as much"
+    ]
 
 
 def refuse_single_class(images: Any) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from util.data.pixel_format import FormatError, PixelFormat, read_format, read_pixels, refuse_not_finite
+from util.data.pixel_format import FormatError, Header, PixelFormat, read_header, read_pixels, refuse_not_finite
 from util.text import count_of
 
 VALID_SHARE = 0.5  # of the weights that make a pixel of a crop: with less on valid pixels it is invalid
@@ -94,12 +94,13 @@ class InvalidPixels:
             return False
         return None
 
-    def read_format(self, source: str | os.PathLike[str] | BytesIO, in_chans: int) -> PixelFormat:
-        """Reads the format of a file's image. The errors are those of `pixel_format.read_format`."""
-        return PixelFormat(in_chans, self._read_file_format(source, in_chans).dtype, has_invalid=True)
+    def read_header(self, source: str | os.PathLike[str] | BytesIO, in_chans: int) -> Header:
+        """Reads the format and the size of a file's image. The errors are those of `pixel_format.read_header`."""
+        file_format, size = self._read_file_header(source, in_chans)
+        return PixelFormat(in_chans, file_format.dtype, has_invalid=True), size
 
-    def _read_file_format(self, source: str | os.PathLike[str] | BytesIO, in_chans: int) -> PixelFormat:
-        """Reads the format of a file, with all its bands; FormatError if it has another number of them.
+    def _read_file_header(self, source: str | os.PathLike[str] | BytesIO, in_chans: int) -> Header:
+        """Reads the header of a file, with all its bands; FormatError if it has another number of them.
 
         Which axis of an array has the bands depends on the number that is expected, so each one is tried.
         """
@@ -107,12 +108,12 @@ class InvalidPixels:
         problem = ""
         for count in counts:
             try:
-                file_format = read_format(source, count, self.to_rgb)
+                file_format, size = read_header(source, count, self.to_rgb)
             except FormatError as error:
                 problem = problem or str(error)
                 continue
             if file_format.channels == count:
-                return file_format
+                return file_format, size
             problem = problem or f"it has {file_format}"
         expected = " or ".join(map(str, counts))
         raise FormatError(
@@ -125,7 +126,7 @@ class InvalidPixels:
 
         expected, reference, errors: see `pixel_format.read_pixels`.
         """
-        file_format = self._read_file_format(BytesIO(data), expected.channels)
+        file_format, _ = self._read_file_header(BytesIO(data), expected.channels)
         if file_format.dtype != expected.dtype:
             raise ValueError(f"it has {file_format}, other images have {expected}")
         array = read_pixels(data, file_format, reference, may_hold_nan=True, to_rgb=self.to_rgb)
