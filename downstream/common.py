@@ -84,7 +84,7 @@ def make_parser(program: str, description: str | None, defaults: Mapping[str, ob
 
 
 def add_model_flags(group: FlagGroup) -> None:
-    """Adds the encoder, its first weights, and the width of the decoder."""
+    """Adds the encoder and its first weights."""
     model = group.add_argument
     model("--model", default="vit_base_patch16", choices=SIZES, help="size of the encoder")
     model(
@@ -93,7 +93,6 @@ def add_model_flags(group: FlagGroup) -> None:
         help="pre-trained encoder: a checkpoint or a run's folder (default: train from scratch)",
     )
     model("--patch_size", type=int, at_least=1, help="patch side in pixels (default: the model's)")
-    model("--decoder_channels", type=int, at_least=1, help="width of the decoder and its heads")
     model(
         "--drop_path",
         type=float,

@@ -69,6 +69,7 @@ def get_args_parser() -> Parser:
         help="side of the images of pre-training (default: the model's); other position tables are resized to it",
     )
     model("--window_size", type=int, at_least=1, help="side of an attention window in patches")
+    model("--decoder_channels", type=int, at_least=1, help="width of the pyramid and the heads")
     model(
         "--masks",
         action=argparse.BooleanOptionalAction,

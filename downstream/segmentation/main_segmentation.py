@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from downstream import common
-from downstream.common import LinearDecay, schedule_by_iterations
+from downstream.common import SIZES, LinearDecay, schedule_by_iterations
 from downstream.recipes import LINEAR_DEFAULTS, SEGMENTATION_RECIPES, UPERNET_DEFAULTS
 from downstream.segmentation.data import (
     NO_CLASS,
@@ -58,6 +58,7 @@ timm_optim = LazyModule("timm.optim")
 
 PROGRAM = "main_segmentation.py"
 PICTURE = "predictions.png"
+WIDEST_DECODER = 768  # by default: mmsegmentation's for a ViT-B
 # Flags that describe a trained model and its data. Evaluation takes them from the checkpoint.
 MODEL_FLAGS = ("head", "model", "input_size", "patch_size", "in_chans", "decoder_channels", "num_classes")
 DATA_FLAGS = ("ignore_index", "reduce_zero_label", "image_scale", "stride", "mean", "std")
@@ -65,7 +66,7 @@ DATA_FLAGS = ("ignore_index", "reduce_zero_label", "image_scale", "stride", "mea
 
 def get_args_parser() -> Parser:
     """Returns the parser of all flags."""
-    defaults = dict(output_dir="output/segmentation", decoder_channels=768, save_every=40_000, **UPERNET_DEFAULTS)
+    defaults = dict(output_dir="output/segmentation", save_every=40_000, **UPERNET_DEFAULTS)
     parser, groups = common.make_parser(PROGRAM, __doc__, defaults)
     # BatchNorm sees a micro-batch of all processes. With the same total batch, that size is the same if this flag is.
     parser.set_changes(accum_iter="results")
@@ -74,6 +75,12 @@ def get_args_parser() -> Parser:
     model = groups["model"].add_argument
     model("--head", choices=HEADS, help="linear: one layer on the frozen encoder")
     model("--input_size", type=int, at_least=1, help="side of a crop and of a window in pixels")
+    model(
+        "--decoder_channels",
+        type=int,
+        at_least=1,
+        help=f"width of UPerNet and its heads (default: the encoder's, at most {WIDEST_DECODER})",
+    )
 
     optimisation = groups["optimisation"].add_argument
     optimisation("--min_lr", type=float, at_least=0, help="learning rate at the end of the schedule")
@@ -146,6 +153,8 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
             parser.error(f"--head linear has no use for {', '.join(unused)}: the encoder is frozen; leave it out")
         parser.set_defaults(**LINEAR_DEFAULTS)
         args = parse_with_recipe(parser, SEGMENTATION_RECIPES, argv)
+    if args.decoder_channels is None:
+        args.decoder_channels = min(WIDEST_DECODER, SIZES[args.model]["embed_dim"])
     return parser, args
 
 

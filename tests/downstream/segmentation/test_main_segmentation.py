@@ -42,6 +42,23 @@ def test_batch_norm_keeps_its_batch_on_resume(striped, tmp_path, capsys):
     assert not find_changes(before, now, main_segmentation.get_args_parser().changes)
 
 
+@pytest.mark.parametrize(
+    ("flags", "width"),
+    [
+        ("--model vit_micro_patch4", 96),
+        ("--model vit_small_patch16", 384),
+        ("", 768),
+        ("--model vit_huge_patch14", 768),
+        ("--model vit_micro_patch4 --decoder_channels 8", 8),
+        ("--recipe ade20k_upernet_vit_base", 768),
+        ("--recipe segmentation_demo", 48),
+    ],
+)
+def test_the_decoder_is_as_wide_as_the_encoder_up_to_that_of_the_recipes(flags, width):
+    _, args = main_segmentation.parse_args(flags.split())
+    assert args.decoder_channels == width
+
+
 def test_no_picture_is_drawn_if_none_is_asked_for(striped, tmp_path):
     segment(striped, tmp_path, "--num_iters", 2, "--num_pictures", 0)
     assert not (tmp_path / "predictions.png").exists()
