@@ -9,8 +9,8 @@ given, a new folder below output/ is used. It also holds the job's logs (jobs/) 
 
 The job runs this copy, also when it is requeued. A new submission copies the code again. Before the time limit, or when
 the job is preempted, SLURM sends a signal: the run saves after its current step, and the requeued job resumes there. If
-a process or a node dies, the job is requeued, too, provided that its run got further since its last start. After
-`scancel`, submit the same command again to resume. main_probe does not resume, so its time limit ends it.
+a process or a node dies, the job is requeued, too. Three requeues in a row may bring no progress. After `scancel`,
+submit the same command again to resume. main_probe does not resume, so its time limit ends it.
 """
 
 import argparse
@@ -24,9 +24,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import submitit
 
@@ -65,6 +66,7 @@ FLAG_OF_OPTION = {
 # those that no flag sets
 FIXED_OPTIONS = ("array", "chdir", "error", "kill-on-invalid-dep", "no-requeue", "open-mode", "requeue", "wrap")
 GENERIC = ("gres", "tres-per-job", "tres-per-node", "tres-per-task")  # options that may request GPUs
+MAX_IDLE_STARTS = 3  # starts in a row without progress after which a job is still requeued
 SLURM_TIMEOUT_MIN = 24 * 60
 YEAR_MIN = 365 * 24 * 60
 
@@ -78,7 +80,6 @@ class Task:
         self.folder = folder
 
     def __call__(self) -> bool:
-        requeue: Any = signal.getsignal(signal.SIGUSR2)  # submitit's handler, which the run replaces
         job = submitit.JobEnvironment()
         if job.cluster == "slurm":  # the run reads ranks and addresses from SLURM
             for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -87,6 +88,9 @@ class Task:
                 print(f"job {job.job_id}, restarted {os.environ.get('SLURM_RESTART_COUNT', 0)} times", flush=True)
         else:
             submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+        requeue_locally: Any = signal.getsignal(signal.SIGUSR2)  # submitit's handler, which the run replaces
+        if job.cluster == "slurm":
+            signal.signal(signal.SIGUSR2, self.end_before_training)
         try:
             enter_submission_folder(self.folder)
             finished = importlib.import_module(MAINS[self.main]).main(self.argv) is not False
@@ -103,9 +107,22 @@ class Task:
         except Exception as error:
             end_if_others_wait(error)
             raise
-        if not finished and job.cluster != "debug":
-            end_stopped(job, requeue)
-        return finished
+        if finished or job.cluster == "debug":
+            return finished
+        # SystemExit prevents submitit from writing a result file. It would treat that file as the result of the run.
+        if job.global_rank != 0:
+            sys.exit(0)
+        if job.cluster == "local":
+            requeue_locally(signal.SIGUSR2, None)
+        sys.exit(TEMPORARY)  # see `guard`
+
+    def end_before_training(self, number: int, frame: FrameType | None) -> NoReturn:
+        """Handles the signal before the time limit while the run is not trained, so that `guard` requeues the job."""
+        if self.main in NO_RESUME:
+            message = f"{self.main}: error: the time limit ends it, and it cannot resume; give a longer --timeout_min"
+            print(message, file=sys.stderr)
+            sys.exit(2)
+        sys.exit(TEMPORARY)
 
     def checkpoint(self) -> Any:
         """Returns what submitit requeues: the same command, which resumes the run."""
@@ -120,33 +137,6 @@ def enter_submission_folder(folder: str) -> None:
         where = f"the folder of the submission on {socket.gethostname()}: {error}"
         print(f"submitit_launch.py: error: {where}; submit from a folder that all nodes share", file=sys.stderr)
         sys.exit(2)
-
-
-def end_stopped(job: Any, requeue: Callable[[int, None], object]) -> None:
-    """Ends this process after a signal stopped its run. Rank 0 requeues the job, unless SLURM is already ending it.
-
-    SystemExit prevents submitit from writing a result file. It would treat that file as the result of the whole run.
-    """
-    if job.global_rank != 0:
-        sys.exit(0)
-    # A job that is ending has been requeued already, or cancelled.
-    if job.cluster == "slurm" and wait_for_state(job.job_id) != "RUNNING":
-        sys.exit(TEMPORARY)
-    try:
-        requeue(signal.SIGUSR2, None)
-    except subprocess.CalledProcessError:  # the job was requeued or cancelled meanwhile
-        sys.exit(TEMPORARY)
-
-
-def wait_for_state(job_id: str) -> str | None:
-    """Returns the job's state as `slurm_state` does. A busy SLURM that does not answer is asked again for a minute."""
-    state = slurm_state(job_id)
-    for _ in range(6):
-        if state is not None:
-            break
-        time.sleep(10)
-        state = slurm_state(job_id)
-    return state
 
 
 def slurm_state(job_id: str) -> str | None:
@@ -288,28 +278,37 @@ def job_parameters(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "slurm_signal_delay_s": args.signal_delay_s,
         "slurm_srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={args.cpus_per_task}"],
         "slurm_additional_parameters": more,
+        "slurm_setup": note_progress(folder),
         "slurm_teardown": guard(folder),
     }
 
 
-def guard(folder: Path) -> list[str]:
-    """Returns shell lines that follow srun. They requeue a job that died, if its run got further since its last start.
+def note_progress(folder: Path) -> list[str]:
+    """Returns shell lines that come before srun: they note how far the run is, by the file that its main writes."""
+    return [f"progress() {{ cat {shlex.quote(str(folder / PROGRESS))} 2>/dev/null; }}", "before=$(progress)"]
 
-    A start without progress is repeated once, since a signal or a port in use may have ended it. The main notes its
-    progress in the folder. A job that is not RUNNING is left to SLURM, which is ending it. Results of dead processes
-    are removed.
+
+def guard(folder: Path) -> list[str]:
+    """Returns shell lines that follow srun. They requeue a job that a signal or the death of a process has stopped.
+
+    A file has a line for each start in a row without progress. After too many the job ends. A job that is not RUNNING
+    is left to SLURM, which is ending it. A busy SLURM is asked again. Results of dead processes are removed.
     """
     final = " ".join(f"&& [ $rc -ne {code} ]" for code in FINAL)
+    ended = f"submitit_launch.py: error: job $SLURM_JOB_ID ends after {MAX_IDLE_STARTS + 1} starts without progress"
     return [
-        f"rc=$?; jobs={shlex.quote(str(folder / 'jobs'))}; code=$jobs/exit-code-$SLURM_JOB_ID; last=$jobs/progress",
+        f"rc=$?; jobs={shlex.quote(str(folder / 'jobs'))}",
+        "code=$jobs/exit-code-$SLURM_JOB_ID; idle=$jobs/idle-starts-$SLURM_JOB_ID; asked=0",
         'if [ -e "$code" ]; then rc=$(cat "$code"); rm "$code"; fi',
-        f'now=$(cat {shlex.quote(str(folder / PROGRESS))} 2>/dev/null); before=$(cat "$last" 2>/dev/null)',
-        'again="$now again in job $SLURM_JOB_ID"',
-        'if [ "$now" = "$before" ]; then echo "$again"; else echo "$now"; fi > "$last"',
-        f'if [ $rc -ne 0 ] {final} && [ "$before" != "$again" ] &&',
-        '   [ "$(squeue --noheader --jobs $SLURM_JOB_ID --format %T)" = RUNNING ]',
-        'then rm -f "$jobs/$SLURM_JOB_ID"_*_result.pkl; scontrol requeue $SLURM_JOB_ID; fi',
-        "exit $rc",
+        "until state=$(squeue --noheader --jobs $SLURM_JOB_ID --format %T) || [ $((asked += 1)) -gt 6 ]",
+        "do sleep 10; done",
+        f'if [ $rc -ne 0 ] {final} && [ "$state" = RUNNING ]; then',
+        '   if [ "$(progress)" = "$before" ]; then echo "$before" >> "$idle"; else rm -f "$idle"; fi',
+        f'   if [ "$(cat "$idle" 2>/dev/null | wc -l)" -le {MAX_IDLE_STARTS} ]',
+        '   then rm -f "$jobs/$SLURM_JOB_ID"_*_result.pkl; scontrol requeue $SLURM_JOB_ID; exit $rc',
+        f'   else echo "{ended}" >&2; fi',
+        "fi",
+        'rm -f "$idle"; exit $rc',
     ]
 
 
@@ -340,15 +339,9 @@ def main(argv: Sequence[str] | None = None) -> Any:
         print(f"{args.main} {shlex.join(args.argv)}")
         print("\n".join(f"  {name}: {value}" for name, value in parameters.items()))
         return None
-    # Requeues at the time limit. submitit's default of 3 would end a long run.
-    options = {}
-    if args.cluster == "slurm":
-        options["slurm_max_num_timeout"] = 10_000
-        if args.main in NO_RESUME:
-            options["slurm_max_num_timeout"] = 0
     here = os.getcwd()
     try:
-        executor = submitit.AutoExecutor(folder / "jobs", cluster=args.cluster, **options)
+        executor = submitit.AutoExecutor(folder / "jobs", cluster=args.cluster)
         executor.update_parameters(**parameters)
         os.chdir(snapshot(folder))  # a job starts in the folder of its submission, and imports from there
         job = executor.submit(Task(args.main, args.argv, here))

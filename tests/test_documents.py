@@ -432,17 +432,18 @@ def test_the_names_of_the_map_are_in_the_files_of_their_rows() -> None:
     "F54", "the guide's batch script, alone and in an array: srun ends with a code", "requeued if that can help"
 )
 @pytest.mark.parametrize(
-    ("code", "restarts", "moved", "state", "requeued"),
-    [
+    ("code", "idle", "moved", "state", "requeued"),
+    [  # idle: starts without progress in a row before this one
         (0, 0, True, "RUNNING", False),
         (2, 0, True, "RUNNING", False),
         (3, 0, True, "RUNNING", False),
-        (75, 0, False, "RUNNING", True),
-        (75, 50, False, "RUNNING", False),
-        (75, 50, True, "RUNNING", True),
+        (75, 2, False, "RUNNING", True),
+        (75, 3, False, "RUNNING", False),
+        (75, 3, True, "RUNNING", True),
         (140, 0, False, "RUNNING", True),  # killed by USR2 before the run could handle it
         (137, 0, True, "RUNNING", True),
-        (137, 0, False, "RUNNING", False),
+        (137, 0, False, "RUNNING", True),
+        (137, 3, False, "RUNNING", False),
         (143, 0, True, "COMPLETING", False),  # cancelled
     ],
 )
@@ -456,7 +457,7 @@ def test_the_names_of_the_map_are_in_the_files_of_their_rows() -> None:
 )
 def test_the_batch_script_requeues_what_can_go_on(
     code: int,
-    restarts: int,
+    idle: int,
     moved: bool,
     state: str,
     requeued: bool,
@@ -470,12 +471,14 @@ def test_the_batch_script_requeues_what_can_go_on(
     out.mkdir(parents=True)
     progress = out / ".progress"
     progress.write_text("20\n")
+    if idle:
+        (out / ".idle-starts-77").write_text("\n" * idle)
     called = out / "called"
     moves = f"echo 40 > {shlex.quote(str(progress))}" if moved else "true"
     fake(tmp_path / "srun", f"{moves}; exit {code}")
     fake(tmp_path / "squeue", f'[ "$3" = {job} ] && echo {state}')
     fake(tmp_path / "scontrol", f'echo "$@" >> {shlex.quote(str(called))}')
-    environment = variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_RESTART_COUNT": str(restarts)}
+    environment = variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment)
     assert done.returncode == code
     assert called.exists() == requeued

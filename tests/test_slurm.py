@@ -299,29 +299,35 @@ def test_a_dependent_job_waits_until_the_first_run_is_finished(slurm, photos, tm
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("code", "restarts"), [(3, 0), (75, 2)])
-def test_one_process_decides_whether_another_start_makes_sense(slurm, tmp_path, code, restarts):
-    """srun kills the other processes. After exit code 3 there is no restart; after 75 one, and a second one since the
-    first makes no progress."""
+@pytest.mark.parametrize(
+    ("end", "code", "restarts"),
+    [("sys.exit(3)", 3, 0), ("sys.exit(75)", None, 3), ("os.kill(os.getpid(), signal.SIGUSR2)", None, 3)],
+)
+def test_one_process_decides_whether_another_start_makes_sense(slurm, tmp_path, end, code, restarts):
+    """srun kills the other processes. After exit code 3 there is no restart. After 75, or the signal before the time
+    limit, there are three, since no start makes progress."""
     run = Run(tmp_path, tmp_path / "run")
     main = submitit_launch.snapshot(run.folder) / "main_pretrain.py"  # what the job runs
     main.write_text(
         "import os, signal, sys, time\n\n\ndef main(argv):\n    signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
-        f"    time.sleep(60 * (os.environ['SLURM_PROCID'] == '0'))\n    sys.exit({code})\n"
+        f"    time.sleep(60 * (os.environ['SLURM_PROCID'] == '0'))\n    {end}\n"
     )
     write_progress(run.folder, 5)
     run.submit()
     wait_until(lambda: run.state() == "FAILED", run.why)
     shown = shown_by_slurm(run.job)
     assert f"Restarts={restarts} " in shown
-    assert code == 75 or f"ExitCode={code}:0" in shown
+    assert code is None or f"ExitCode={code}:0" in shown
     assert submitit_launch.slurm_state(run.job) == ""
     assert submitit_launch.slurm_state("999999") == ""
-    assert sorted(path.name for path in (run.folder / "jobs").iterdir() if "_" not in path.name) == ["progress"]
+    jobs = run.folder / "jobs"
+    assert [path.name for path in jobs.iterdir() if "_" not in path.name] == []
+    said = (jobs / f"{run.job}_0_log.err").read_text()
+    assert ("ends after 4 starts without progress" in said) == (restarts > 0)
 
 
 def test_a_site_s_options_hold_for_requeues_too(slurm, tmp_path):
-    """Each of two tasks sees one GPU, in both starts of an exclusive job."""
+    """Each of two tasks sees one GPU, in all starts of an exclusive job."""
     run = Run(tmp_path, tmp_path / "run")
     main = submitit_launch.snapshot(run.folder) / "main_pretrain.py"  # what the job runs
     main.write_text(
@@ -333,12 +339,12 @@ def test_a_site_s_options_hold_for_requeues_too(slurm, tmp_path):
     run.submit(*flags.split())
     wait_until(lambda: run.state() == "FAILED", run.why)
     shown = shown_by_slurm(run.job)
-    assert "Restarts=1 " in shown
+    assert "Restarts=3 " in shown
     assert "Nice=7 " in shown
     assert "OverSubscribe=NO" in shown
     for rank in (0, 1):
         said = (run.folder / "jobs" / f"{run.job}_{rank}_log.out").read_text()
-        assert re.findall("sees (.+)", said) == [f"{rank} 1 {rank}"] * 2
+        assert re.findall("sees (.+)", said) == [f"{rank} 1 {rank}"] * 4
 
 
 @pytest.mark.long

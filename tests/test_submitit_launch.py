@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import submitit
 
 import submitit_launch
 from tests.runs import children_of, pretrain, refused, reports
@@ -58,20 +57,6 @@ def test_a_dry_run_says_what_would_be_submitted(tmp_path, capsys):
 def test_only_slurm_limits_the_time(tmp_path, capsys, flags, minutes):
     submitit_launch.main([*flags.split(), "--dry_run", "main_pretrain", "--output_dir", str(tmp_path / "run")])
     assert f"  timeout_min: {minutes}\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("main", submitit_launch.MAINS)
-def test_only_mains_that_resume_are_requeued_at_the_time_limit(main, tmp_path, monkeypatch):
-    """submitit's handler of the signal before the time limit raises once the countdown is below 0."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    write_program(tmp_path / "srun", "exit 1")
-    write_program(tmp_path / "sbatch", "exit 1")
-    needed = ["--resume", "R"] if main == "main_robustness" else []
-    with pytest.raises(SystemExit, match="could not be submitted"):
-        submitit_launch.main([main, *needed, "--output_dir", str(tmp_path / "run")])
-    (pickled,) = (tmp_path / "run" / "jobs").glob("*.pkl")
-    countdown = submitit.core.utils.DelayedSubmission.load(pickled)._timeout_countdown
-    assert countdown == (0 if main == "main_probe" else 10_000)
 
 
 def test_a_job_may_wait_for_another_one(tmp_path, capsys):
@@ -133,85 +118,128 @@ def test_errors_come_before_the_queue(capsys, flags, message, tmp_path, monkeypa
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.fault(
+    "F45c", "starts without a step, ended by signals or deaths", "the fourth in a row ends the job; said"
+)
 @pytest.mark.parametrize(
-    ("rc", "said", "before", "now", "state", "requeued"),
-    [
-        (1, None, None, "20", "RUNNING", True),
-        (137, None, "20", "40", "RUNNING", True),
-        (75, None, "20", "40", "RUNNING", True),
-        (1, None, "40", "40", "RUNNING", True),  # a start without progress is repeated once
-        (1, None, "40 again in job 77", "40", "RUNNING", False),
-        (1, None, "40 again in job 76", "40", "RUNNING", True),
-        (2, None, None, "20", "RUNNING", False),
-        (3, None, "20", "40", "RUNNING", False),
-        (4, None, "20", "40", "RUNNING", False),
-        (0, None, "20", "40", "RUNNING", False),
-        (143, 2, "20", "40", "RUNNING", False),  # srun has killed a process because another one had ended so
-        (143, None, "20", "40", "COMPLETING", False),  # cancelled, or requeued already
-        (143, None, "20", "40", "", False),
+    ("rc", "said", "idle", "now", "state", "left"),
+    [  # idle: starts without progress in a row before this one; left: after it, if the job is requeued
+        (1, None, 0, "40", "RUNNING", 0),
+        (137, None, 3, "40", "RUNNING", 0),
+        (75, None, 0, "40", "RUNNING", 0),  # stopped by a signal
+        (75, None, 0, "20", "RUNNING", 1),
+        (137, None, 0, "20", "RUNNING", 1),
+        (137, None, 2, "20", "RUNNING", 3),
+        (137, None, 3, "20", "RUNNING", None),
+        (75, None, 3, "20", "RUNNING", None),
+        (2, None, 0, "40", "RUNNING", None),
+        (3, None, 0, "40", "RUNNING", None),
+        (4, None, 0, "40", "RUNNING", None),
+        (0, None, 1, "40", "RUNNING", None),
+        (143, 2, 0, "40", "RUNNING", None),  # srun has killed a process because another one had ended so
+        (143, None, 0, "40", "COMPLETING", None),  # cancelled, or requeued already
+        (143, None, 0, "40", "", None),
     ],
 )
-def test_a_job_that_died_is_requeued_if_its_run_got_further(tmp_path, rc, said, before, now, state, requeued):
-    """Runs the lines that follow srun with fake `scontrol` and `squeue`. `said`: the exit code in a process's note."""
+def test_a_job_is_requeued_until_it_gets_nowhere(tmp_path, rc, said, idle, now, state, left):
+    """Runs the lines around srun with fake `scontrol` and `squeue`. `said`: the exit code in a process's note."""
     jobs = tmp_path / "my run" / "jobs"
     jobs.mkdir(parents=True)
-    write_progress(jobs.parent, now)
-    if before is not None:
-        (jobs / "progress").write_text(f"{before}\n")
+    write_progress(jobs.parent, "20")
+    counter = jobs / "idle-starts-77"
+    if idle:
+        counter.write_text("20\n" * idle)
     (jobs / "77_0_result.pkl").touch()
     if said is not None:
         (jobs / "exit-code-77").write_text(f"{said}\n")
     called = tmp_path / "called"
     write_program(tmp_path / "scontrol", f'echo "$@" > "{called}"')
     write_program(tmp_path / "squeue", f"echo {state}")
-    write_program(tmp_path / "job", "\n".join([f"(exit {rc})", *submitit_launch.guard(jobs.parent)]))
-    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
-    assert subprocess.run([tmp_path / "job"], env=env).returncode == (said or rc)
-    left = sorted(path.name for path in jobs.iterdir())
-    if requeued:
-        assert left == ["progress"]
+    srun = f'echo {now} > "{jobs.parent}/.progress"; (exit {rc})'
+    done = run_job(tmp_path, [*submitit_launch.note_progress(jobs.parent), srun, *submitit_launch.guard(jobs.parent)])
+    assert done.returncode == (said or rc)
+    assert called.exists() == (left is not None)
+    assert (jobs / "77_0_result.pkl").exists() == (left is None)
+    if left is not None:
         assert called.read_text() == "requeue 77\n"
-    else:
-        assert left == ["77_0_result.pkl", "progress"]
-        assert not called.exists()
-    note = f"{now} again in job 77" if before == now else now
-    assert (jobs / "progress").read_text() == f"{note}\n"
+    num_idle = 0
+    if counter.exists():
+        num_idle = len(counter.read_text().splitlines())
+    assert num_idle == (left or 0)
+    assert ("job 77 ends after 4 starts without progress" in done.stderr) == (idle == 3 and now == "20")
+
+
+def run_job(tmp_path, lines):
+    """Runs the lines of a batch script, with the programs of `tmp_path`."""
+    write_program(tmp_path / "job", "\n".join(lines))
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
+    return subprocess.run(["bash", tmp_path / "job"], env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("answers_at", "requeued"), [(3, True), (9, False)])
+def test_a_busy_slurm_is_asked_again(tmp_path, answers_at, requeued):
+    (tmp_path / "jobs").mkdir()
+    asked = tmp_path / "asked"
+    called = tmp_path / "called"
+    write_program(tmp_path / "sleep", f"echo $1 >> {asked}")
+    write_program(tmp_path / "squeue", f"[ $(cat {asked} | wc -l) -ge {answers_at} ] && echo RUNNING")
+    write_program(tmp_path / "scontrol", f"touch {called}")
+    assert run_job(tmp_path, ["(exit 75)", *submitit_launch.guard(tmp_path)]).returncode == 75
+    assert called.exists() == requeued
+    assert asked.read_text().split() == ["10"] * min(answers_at, 6)
+
+
+@pytest.fixture
+def run_task(tmp_path, monkeypatch):
+    """Returns a function that runs the task of a process whose main is given; -> (how it has ended, local requeues)."""
+
+    def run(cluster, rank, main, name="main_pretrain"):
+        requeued = []
+        before = signal.signal(signal.SIGUSR2, lambda number, frame: requeued.append(number))  # as submitit does
+        job = SimpleNamespace(
+            cluster=cluster, global_rank=rank, job_id="77", paths=SimpleNamespace(folder=tmp_path / "jobs")
+        )
+        job.paths.folder.mkdir()
+        monkeypatch.replace_in(submitit_launch, "submitit.JobEnvironment", lambda: job)
+        distributed = SimpleNamespace(export=lambda **options: None)
+        monkeypatch.replace_in(submitit_launch, "submitit.helpers.TorchDistributedEnvironment", lambda: distributed)
+        monkeypatch.replace_in(submitit_launch, "importlib.import_module", lambda name: SimpleNamespace(main=main))
+        try:
+            with pytest.raises(SystemExit) as end:
+                submitit_launch.Task(name, [], os.getcwd())()
+        finally:
+            signal.signal(signal.SIGUSR2, before)
+        return end.value.code, requeued
+
+    return run
 
 
 @pytest.mark.parametrize(
-    ("rank", "state", "rejected", "code", "requeues"),
+    ("cluster", "rank", "code", "requeued"),
     [
-        (0, "RUNNING", False, "requeued", 1),
-        (0, "RUNNING", True, 75, 1),  # someone else was faster
-        (0, "COMPLETING", False, 75, 0),
-        (0, None, False, 75, 0),
-        (1, "RUNNING", False, 0, 0),
+        ("slurm", 0, 75, []),  # the lines after srun do
+        ("slurm", 1, 0, []),
+        ("local", 0, 75, [signal.SIGUSR2]),
+        ("local", 1, 0, []),
     ],
 )
-def test_a_stopped_run_is_requeued_once(monkeypatch, rank, state, rejected, code, requeues):
-    calls = []
-
-    def requeue(number, frame):
-        calls.append(number)
-        if rejected:
-            raise subprocess.CalledProcessError(1, "scontrol")
-        raise SystemExit("requeued")
-
-    monkeypatch.setattr(submitit_launch, "slurm_state", lambda job_id: state)
-    monkeypatch.replace_in(submitit_launch, "time.sleep", lambda seconds: None)
-    with pytest.raises(SystemExit) as end:
-        submitit_launch.end_stopped(SimpleNamespace(cluster="slurm", global_rank=rank, job_id="77"), requeue)
-    assert end.value.code == code
-    assert calls == [signal.SIGUSR2] * requeues
+def test_a_stopped_run_asks_for_one_requeue(run_task, cluster, rank, code, requeued):
+    assert run_task(cluster, rank, lambda argv: False) == (code, requeued)
 
 
-def test_a_busy_slurm_is_asked_again(monkeypatch):
-    answers = [None, None, "RUNNING", None]
-    waits = []
-    monkeypatch.setattr(submitit_launch, "slurm_state", lambda job_id: answers.pop(0))
-    monkeypatch.replace_in(submitit_launch, "time.sleep", waits.append)
-    assert submitit_launch.wait_for_state("77") == "RUNNING"
-    assert waits == [10, 10]
+@pytest.mark.parametrize(
+    ("name", "code", "note"), [("main_pretrain", 75, None), ("main_robustness", 75, None), ("main_probe", 2, "2\n")]
+)
+def test_a_signal_before_training_ends_a_start_like_any_other(run_task, tmp_path, capsys, name, code, note):
+    """Not by submitit's handler, which would requeue the job for ever. A program that cannot resume ends for good."""
+
+    def main(argv):
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    assert run_task("slurm", 0, main, name) == (code, [])
+    left = tmp_path / "jobs" / "exit-code-77"
+    assert (left.read_text() if left.exists() else None) == note
+    assert ("give a longer --timeout_min" in capsys.readouterr().err) == (note is not None)
 
 
 LOCAL = ["--cluster", "local", "--gpus_per_node", "0"]

@@ -264,7 +264,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 def write_progress(output_dir: str | Path, progress: object) -> None:
-    """Writes how far the run is. The SLURM job requeues a failed run only if this has changed since its start.
+    """Writes how far the run is. A SLURM job is not requeued after a few starts that have not changed this.
 
     OSError is ignored: without the file, one requeue is lost at most.
     """
