@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = sorted(p for p in ROOT.rglob("*.py") if not {".venv", "output", "data"} & set(p.relative_to(ROOT).parts))
+
+
+def is_source(path):
+    """Whether it is no file of a virtual environment, whose folder begins with a dot, of a run or of a data set."""
+    folder = path.relative_to(ROOT).parts[0]
+    return not folder.startswith(".") and folder not in ("output", "data")
+
+
+FILES = sorted(path for path in ROOT.rglob("*.py") if is_source(path))
 MODELS = {"models_vit", "encoders"}
 MAINS = {"main_pretrain", "main_finetune"}
 TAKEN_OF_MAINS = {"main", "parse_args", "get_args_parser", "PROGRAM"}
