@@ -223,3 +223,10 @@ def children_of(pid):
             if int(text.rpartition(")")[2].split()[1]) == pid:
                 children.append(int(text.split()[0]))
     return sorted(children)
+
+
+def is_alive(pid):
+    """Whether the process runs, by Linux's /proc. An orphan may stay there when it has ended."""
+    with suppress(OSError):
+        return not Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+    return False

@@ -14,6 +14,7 @@ from tests.runs import (
     children_of,
     command,
     finish,
+    is_alive,
     losses,
     reports,
     start,
@@ -203,6 +204,29 @@ def test_a_signal_to_torchrun_in_an_evaluation(photos, tmp_path, undisturbed):
     assert_same_state(state(tmp_path / "out"), state(undisturbed))
     evaluated = [report["step"] for report in reports(tmp_path / "out") if "rankme" in report]
     assert evaluated == [0, 10, 20]
+
+
+@pytest.mark.fault("F73", "SIGKILL of torchrun itself", "its processes save and end; the same command goes on; exact")
+def test_a_killed_torchrun(photos, tmp_path, undisturbed):
+    """Its processes are programs of their own, as ever. Forks, as in other tests, would get SIGINT by torch."""
+    words = command(photos, tmp_path / "out", *SAVE, fault=HOLD)
+    for option in ("--run-path", "--start-method", "fork"):
+        words.remove(option)
+    process = Python(*words, env={"OMP_NUM_THREADS": "1"})
+    wait_for_step(tmp_path / "out", 7, process)
+    trainers = children_of(process.pid)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=240)
+    try:
+        wait_until(lambda: not any(is_alive(trainer) for trainer in trainers))
+    finally:
+        for trainer in trainers:
+            with suppress(ProcessLookupError):
+                os.kill(trainer, signal.SIGKILL)
+    assert "stopped by SIGTERM after step" in (tmp_path / "out" / "log.txt").read_text()
+    finish(photos, tmp_path / "out", *SAVE)
+    assert_as(undisturbed, tmp_path / "out")
+    assert lost_in(tmp_path / "out") == [0]
 
 
 @pytest.mark.fault("F11", "SIGINT, USR1, USR2 to the trainers", "saved, 0 steps lost, exact")

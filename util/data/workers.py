@@ -1,16 +1,15 @@
 """How DataLoader workers live and die: they ignore the signals that the trainer handles, and never outlive it."""
 
 import atexit
-import ctypes
 import signal
-import sys
 import threading
 import weakref
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 
+from util.parent import signal_if_parent_dies
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 
 
@@ -21,8 +20,7 @@ def ignore_in_worker(_: int | None) -> None:
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    signal_if_parent_dies(signal.SIGKILL)
 
 
 def kill_at_exit(workers: set[BaseProcess]) -> None:

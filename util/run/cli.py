@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from util.parent import signal_if_parent_dies
 from util.text import close_to, printable
 
 LONG_CHOICES = 50  # characters
@@ -419,8 +420,10 @@ def run_program(main: Callable[[], object], prog: str) -> None:
 
     Ctrl-C prints one line and ends the process by SIGINT, so that a loop or `a && b` of the shell stops, too. A closed
     pipe (`| head`) ends it by SIGPIPE, silently. If `main` returns False, a signal stopped the run before its end: the
-    exit code is 75.
+    exit code is 75. A process of torchrun gets SIGTERM if torchrun dies, which can then not end it.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal_if_parent_dies(signal.SIGTERM)
     try:
         try:
             finished = main()

@@ -269,6 +269,15 @@ def test_ctrl_c_stops_a_loop_of_a_shell():
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "1\n", "x.py: interrupted\n")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a process of its parent's death")
+@pytest.mark.parametrize(("environment", "number"), [({"TORCHELASTIC_RUN_ID": "none"}, signal.SIGTERM), ({}, 0)])
+def test_only_processes_of_torchrun_end_with_their_parent(environment, number):
+    """A run that nohup has started outlives its shell."""
+    ask = "import ctypes; n = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(n)); print(n.value)"
+    done = run_main(ask, env=os.environ | environment)  # 2: PR_GET_PDEATHSIG
+    assert (done.returncode, done.stdout) == (0, f"{int(number)}\n"), done.stderr
+
+
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 @pytest.mark.parametrize(("body", "code"), [("sys.exit(2)", 2), ("raise KeyError('a bug')", 1), ("pass", 0)])
 def test_a_failed_process_does_not_wait_for_the_other_ranks_of_nccl(backend, body, code):
