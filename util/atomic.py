@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+# Errors of file systems that cannot sync a folder.
+CANNOT_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
 
 @contextmanager
 def replaced_file(path: str | os.PathLike[str], durable: bool = False) -> Iterator[Path]:
@@ -39,13 +42,16 @@ def replaced_file(path: str | os.PathLike[str], durable: bool = False) -> Iterat
 
 
 def sync(path: Path) -> None:
-    """Waits until a file or a folder is on the disk. Some mounts refuse that for folders, whose renames still count."""
+    """Waits until a file or a folder is on the disk. OSError names it.
+
+    Some mounts cannot do that for folders, whose renames still count.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
-            raise
+        if error.errno not in CANNOT_SYNC or not path.is_dir():
+            raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 

@@ -3,7 +3,6 @@
 import errno
 import os
 import stat
-from contextlib import nullcontext
 
 import pytest
 
@@ -86,17 +85,36 @@ def test_a_durable_file_is_synced_before_and_after_the_rename(tmp_path, monkeypa
     assert path.read_text() == "x"
 
 
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
-def test_a_mount_that_cannot_sync_folders_is_written_to(tmp_path, monkeypatch, number):
-    def fsync(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(number, os.strerror(number))
-        os.fsync(descriptor)
+@pytest.fixture
+def fail_to_sync_folders(monkeypatch):
+    """Returns a function: from its call on, the sync of a folder fails with this number."""
 
-    monkeypatch.replace_in(atomic, "os.fsync", fsync)
-    refusal = nullcontext() if number == errno.EINVAL else pytest.raises(OSError)
-    with refusal, replaced_file(tmp_path / "state.pth", durable=True) as temporary:
+    def install(number):
+        def fsync(descriptor):
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                raise OSError(number, os.strerror(number))
+            os.fsync(descriptor)
+
+        monkeypatch.replace_in(atomic, "os.fsync", fsync)
+
+    return install
+
+
+@pytest.mark.fault("F73", "a file system that cannot sync folders", "checkpoints are saved; other errors are told")
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_mount_that_cannot_sync_folders_is_written_to(tmp_path, fail_to_sync_folders, number):
+    fail_to_sync_folders(number)
+    with replaced_file(tmp_path / "state.pth", durable=True) as temporary:
         temporary.write_text("x")
+    assert (tmp_path / "state.pth").read_text() == "x"
+
+
+def test_a_folder_whose_sync_fails_is_named(tmp_path, fail_to_sync_folders):
+    fail_to_sync_folders(errno.EIO)
+    with pytest.raises(OSError, match="Input/output error") as found:
+        with replaced_file(tmp_path / "state.pth", durable=True) as temporary:
+            temporary.write_text("x")
+    assert (found.value.errno, found.value.filename) == (errno.EIO, str(tmp_path))
     assert (tmp_path / "state.pth").read_text() == "x"
 
 
