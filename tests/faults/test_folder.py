@@ -214,10 +214,14 @@ def test_a_read_only_folder(photos, small_disk, capsys):
     assert "cannot be written to" in pretrain.refused(capsys, photos, small_disk / "out")
 
 
-def delete_after_save(output_dir, folder):
-    """Deletes `folder`, which holds the run's, after the save of step 3; meanwhile a thread may still write the log."""
+def wait_for_save(output_dir):
     progress = output_dir / ".progress"
     wait_until(lambda: progress.exists() and progress.read_text() == "3\n")
+
+
+def delete_after_save(output_dir, folder):
+    """Deletes `folder`, which holds the run's, after the save of step 3; meanwhile a thread may still write the log."""
+    wait_for_save(output_dir)
 
     def is_gone():
         shutil.rmtree(folder, ignore_errors=True)
@@ -255,6 +259,55 @@ def test_a_folder_that_another_run_has_taken(photos, tmp_path, before_step, caps
         error = pretrain.refused(capsys, photos, out)
     assert holders[0] in error
     assert not list(out.glob("checkpoint*"))
+
+
+@pytest.mark.fault("F60c", ".lock is removed while the run goes on", "made again with a warning; goes on, exact")
+def test_a_lock_that_is_removed_alone(photos, tmp_path, before_step, capsys):
+    expected = pretrain(photos, tmp_path / "whole", "--epochs", 3)
+    out = tmp_path / "out"
+    before_step(4, (out / ".lock").unlink)
+    assert_same_state(pretrain(photos, out, "--epochs", 3), expected)
+    assert f"warning: {str(out / '.lock')!r} was deleted while the run goes on" in capsys.readouterr().out
+    assert (out / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+
+
+@pytest.mark.fault(
+    "F60d",
+    "the output folder is moved away, or its file system unmounted",
+    "nothing is written there; exit code 75; once it is back, goes on, exact",
+)
+@pytest.mark.parametrize("name", ["", "out"])
+@pytest.mark.parametrize("loss", ["moved", "unmounted"])
+def test_a_folder_that_is_elsewhere(photos, tmp_path, before_step, capsys, request, loss, name):
+    """The folder of the run is a mount point itself, or lies below one."""
+    expected = pretrain(photos, tmp_path / "whole", "--epochs", 3)
+    disk = tmp_path / "disk"
+    source = tmp_path / "source"
+    for folder in (disk, source):
+        folder.mkdir()
+    if loss == "unmounted" and (os.geteuid() or subprocess.run(["mount", "--bind", source, disk]).returncode):
+        pytest.skip("no mount without root")
+    request.addfinalizer(lambda: subprocess.run(["umount", "-l", disk], capture_output=True))  # if the test has failed
+    out = disk / name
+
+    def lose():
+        wait_for_save(out)
+        if loss == "unmounted":
+            subprocess.run(["umount", "-l", disk], check=True)
+        else:
+            disk.rename(tmp_path / "away")
+            disk.mkdir()
+
+    before_step(4, lose)
+    message = pretrain.refused(capsys, photos, out, "--epochs", 3, code=75)
+    assert f"{str(out)!r} is not the folder any more in which the run began" in message
+    assert os.listdir(disk) == []
+    disk.rmdir()
+    if loss == "unmounted":
+        source.rename(disk)
+    else:
+        (tmp_path / "away").rename(disk)
+    assert_same_state(pretrain(photos, out, "--epochs", 3), expected)
 
 
 @pytest.fixture

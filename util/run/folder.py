@@ -129,6 +129,7 @@ class FolderLock:
         is_told = False
         while True:
             self.file = open(self.path, "a+")
+            self.folder = self.path.parent.stat()
             try:
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not self.is_lost() or time.monotonic() > end:
@@ -163,6 +164,28 @@ class FolderLock:
             return not os.path.samestat(self.path.stat(), os.fstat(self.file.fileno()))
         except FileNotFoundError:
             return True
+
+    def has_folder(self) -> bool:
+        """Whether the folder is the one that was locked, so that at most the lock's file was deleted."""
+        try:
+            return os.path.samestat(self.path.parent.stat(), self.folder)
+        except FileNotFoundError:
+            return False
+
+    def is_deleted(self) -> bool:
+        """Whether a lost file was deleted. Otherwise it is where the path does not lead any more: the folder was moved,
+        or its file system unmounted.
+        """
+        try:
+            return os.fstat(self.file.fileno()).st_nlink == 0
+        except OSError as error:
+            return error.errno == errno.ESTALE  # deleted by another host
+
+    def take_again(self) -> None:
+        """Makes and locks the file again. FolderInUse if another process has done so."""
+        other = FolderLock(self.path.parent)
+        self.file.close()
+        self.file = other.file
 
 
 def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, list[str]]:

@@ -32,7 +32,7 @@ PULSE = 1.0  # seconds between two looks at a write that is waited for
 
 
 class FolderLost(OSError):
-    """The output folder was deleted while the run went on."""
+    """The output folder was deleted, moved or unmounted while the run went on."""
 
 
 def checkpoint_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -198,10 +198,23 @@ class CheckpointSaver:
         run_on_rank0(lambda: self.begin_write_of_best(copy, info))
 
     def make_lost_folder(self) -> bool:
-        """Makes the output folder again if it was deleted, and says so. FolderInUse if another run has it now."""
+        """Makes the output folder again if it was deleted, and says so. FolderInUse if another run has it now.
+
+        FolderLost if it was moved or unmounted: nothing is written where it was. Of a folder that is still there the
+        lock alone is made again.
+        """
         lock = self.start.lock
         if lock is None or not lock.is_lost():
             return False
+        if lock.has_folder():
+            lock.take_again()
+            self.loop.log.info(f"warning: {str(lock.path)!r} was deleted while the run goes on, and is made again")
+            return False
+        if not lock.is_deleted():
+            raise FolderLost(
+                f"{str(self.output_dir)!r} is not the folder any more in which the run began: it was moved, or its "
+                "file system unmounted; nothing was saved; bring it back"
+            )
         self.output_dir.mkdir(parents=True, exist_ok=True)
         FolderLock(self.output_dir)
         return True
