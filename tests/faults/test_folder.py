@@ -22,6 +22,7 @@ from scripts import export
 from tests.locks import held_by_another_process
 from tests.runs import assert_same_state, finetune, pretrain, refused, reports
 from tests.until import wait_until
+from tests.warm import Python
 from util.run import checkpoint
 from util.run.checkpoint import newest_checkpoint, prune_checkpoints, save_checkpoint
 from util.run.folder import read_json
@@ -150,6 +151,41 @@ def test_a_start_that_fails_leaves_no_trace(photos, tmp_path, capsys, flags):
     before = sorted((tmp_path / "out").rglob("*"))
     pretrain.refused(capsys, data, tmp_path / "out", "--allow_changes", *flags)  # of a run that is there
     assert [path for path in before if not path.exists()] == []
+
+
+WAITING = """
+import sys, time
+from pathlib import Path
+
+sys.path.insert(0, {root!r})
+import main_pretrain
+from util.run.cli import run_program
+
+def wait(*_, **__):
+    Path({mark!r}).touch()
+    time.sleep(600)
+
+main_pretrain.open_everywhere = wait
+run_program(lambda: main_pretrain.main(sys.argv[1:]), "main_pretrain.py")
+"""
+
+
+@pytest.mark.fault(
+    "U78b", "a signal while a start looks at the images", "nothing is left; the exit code is that of the signal"
+)
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_start_that_a_signal_ends_leaves_no_trace(photos, tmp_path, name):
+    mark = tmp_path / "mark"
+    script = tmp_path / "waiting.py"
+    script.write_text(WAITING.format(root=str(ROOT), mark=str(mark)))
+    process = Python(script, *pretrain.command(photos, tmp_path / "new" / "deep"))
+    wait_until(lambda: mark.exists() or process.poll() is not None, process.text)
+    assert (tmp_path / "new" / "deep" / ".lock").exists()
+    process.send_signal(getattr(signal, name))
+    out, _ = process.communicate(timeout=240)
+    assert process.returncode == -getattr(signal, name), out
+    assert "Traceback" not in out
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.fault("U79", "--output_dir holds another program's log.jsonl or settings.json", "refused; it stays")

@@ -84,6 +84,8 @@ def evaluation_session(
         if check is not None:
             check(args)
         refuse_different_starts(parser, args)
+        if process.is_main:
+            set_up.handle_signals()
         try:
             if output_dir is not None:
                 output_dir, lock = lock_folder(output_dir, set_up.created)

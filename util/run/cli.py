@@ -432,11 +432,11 @@ def run_program(main: Callable[[], object], prog: str) -> None:
     except KeyboardInterrupt:
         with suppress(OSError):
             print(f"{prog}: interrupted", file=sys.stderr)
-        _die_of(signal.SIGINT)
+        die_of(signal.SIGINT)
     except BrokenPipeError:
         if not _is_output_closed():
             raise
-        _die_of(signal.SIGPIPE)
+        die_of(signal.SIGPIPE)
     except BaseException as error:
         end_if_others_wait(error)
         raise
@@ -473,7 +473,7 @@ def _is_output_closed() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _die_of(number: signal.Signals) -> NoReturn:
+def die_of(number: signal.Signals) -> NoReturn:
     """Ends the process by the default action of a signal, which tells the shell why it ended."""
     signal.signal(number, signal.SIG_DFL)
     for stream in (sys.stdout, sys.stderr):

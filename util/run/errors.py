@@ -4,10 +4,13 @@ import argparse
 import os
 import pwd
 import re
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 import torch
@@ -15,9 +18,10 @@ import torch
 from util import collectives
 from util.data.images import ImageError
 from util.data.loader import TooLittleMemory
+from util.data.workers import SIGNALS
 from util.run import distributed
 from util.run.checkpoint import CheckpointError
-from util.run.cli import TEMPORARY, with_dashes
+from util.run.cli import TEMPORARY, die_of, with_dashes
 from util.run.folder import FolderInUse, remove_created
 from util.run.saving import CheckpointSaver
 from util.text import count_of
@@ -85,16 +89,47 @@ def describe_owner(path: str) -> str:
     return f"{str(place)!r} belongs to user {owner}"
 
 
+class Signalled(BaseException):
+    """A signal ends the set-up. It is raised in the main thread."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = signal.Signals(number)
+
+
 @dataclass
 class SetUp:
     """The start of a program, until training begins. created: paths that it makes; they are removed if it fails."""
 
     created: list[Path] = field(default_factory=list)
     is_over: bool = False
+    handled: list[signal.Signals] = field(default_factory=list)
+
+    def handle_signals(self) -> None:
+        """From now on a signal that would kill this process raises `Signalled`, so that `created` is removed first.
+
+        Other handlers stay. For rank 0, which creates: where the others wait for it, a handler might never run.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in SIGNALS:
+            if signal.getsignal(number) == signal.SIG_DFL:
+                self.handled.append(number)
+                signal.signal(number, self._raise)
+
+    def _raise(self, number: int, frame: FrameType | None) -> NoReturn:
+        self.leave_signals()  # a second one kills the process
+        raise Signalled(number)
+
+    def leave_signals(self) -> None:
+        """Gives the handled signals their default action again."""
+        while self.handled:
+            signal.signal(self.handled.pop(), signal.SIG_DFL)
 
     def end(self) -> None:
         """From now on what was created stays, and a ValueError is no error of the user."""
         self.is_over = True
+        self.leave_signals()
 
 
 @contextmanager
@@ -107,6 +142,8 @@ def exit_on_setup_errors(parser: argparse.ArgumentParser) -> Iterator[SetUp]:
         if set_up.is_over:
             raise
         remove_created(set_up.created)
+        if isinstance(error, Signalled):
+            die_of(error.number)
         known = (ValueError, FloatingPointError, OSError)
         if not isinstance(error, Exception) or not (isinstance(error, known) or is_full_gpu(error)):
             raise
@@ -114,6 +151,8 @@ def exit_on_setup_errors(parser: argparse.ArgumentParser) -> Iterator[SetUp]:
             refuse(parser, error, "; start the same command again" if isinstance(error, OSError) else "")
         finally:
             distributed.shut_down(after_error=True)
+    finally:
+        set_up.leave_signals()
 
 
 def refuse_training_error(

@@ -110,6 +110,8 @@ class Run:
                     watchdog.begin_phase("output folder")
                     plan = make_plan(args, process, default_batch_size, images_per_gb)
                     check(args, plan)
+                    if process.is_main:
+                        set_up.handle_signals()
                     start, notes = enter_folder(program, args, argv, process, set_up.created)
                     resumed = read_resumed(start, plan.total_batch_size)
                     encoder, encoder_notes = find_first_weights(args, start, resumed, encoder_flag)
