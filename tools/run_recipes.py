@@ -52,6 +52,7 @@ ENCODERS = {
     "absolute": "amt_simmim_vit_base_200ep",
     "swin": "simmim_swin_base_100ep",
 }
+TEC_ENCODER = "tec_mae_vit_base_100ep"  # has the MLP on the class token that --cls_token_mlp trains
 COLUMNS = ["recipe", "program", "model", "total_batch_size", "accum_iter", "images", "steps", "stopped_after"]
 COLUMNS += ["seconds", "first_loss", "last_loss", "top1", "problem"]
 
@@ -163,12 +164,22 @@ def flags_of(main: ModuleType, settings: dict[str, Any], sizes: dict[str, Any], 
     name = settings["model"]
     if main is main_finetune:
         recipe = ENCODERS[name.split("_")[0]]
-        encoder_sizes = scale_of(str(RECIPES[recipe]["model"])) | sizes
-        flags += ["--finetune", pretrain_one_step(root, recipe, encoder_sizes)]
-    elif any(flag.name == "teacher" for flag in registry.CLASS_OF[name].flags):
-        teacher = ["--model", "mae_vit_micro_patch4", "--patch_size", 8]  # a teacher must have a known size
-        flags += ["--teacher", pretrain_one_step(root, "cifar10_mae", {}, *teacher)]
+        if settings["cls_token_mlp"]:
+            recipe = TEC_ENCODER
+        encoder = str(RECIPES[recipe]["model"])
+        encoder_flags = teacher_flags(encoder, root)
+        flags += ["--finetune", pretrain_one_step(root, recipe, scale_of(encoder) | sizes, *encoder_flags)]
+    else:
+        flags += teacher_flags(name, root)
     return flags
+
+
+def teacher_flags(model: str, root: Path) -> list[object]:
+    """Returns --teacher with a small MAE, if the model learns from a teacher."""
+    if all(flag.name != "teacher" for flag in registry.CLASS_OF[model].flags):
+        return []
+    flags = ["--model", "mae_vit_micro_patch4", "--patch_size", 8]  # a teacher must have a known size
+    return ["--teacher", pretrain_one_step(root, "cifar10_mae", {}, *flags)]
 
 
 def run(recipe: str, root: Path, num_images: int, total_batch_size: int | None) -> dict[str, Any]:

@@ -24,6 +24,7 @@ KINDS = [
     "finetune_vit_base",
     "partial2_vit_base",
     "linprobe_vit_base",
+    "tec_finetune_vit_base_800ep",
     "finetune_cifar10_swin",
 ]
 
