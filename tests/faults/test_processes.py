@@ -206,7 +206,7 @@ def test_a_signal_to_torchrun_in_an_evaluation(photos, tmp_path, undisturbed):
     assert evaluated == [0, 10, 20]
 
 
-@pytest.mark.fault("F73", "SIGKILL of torchrun itself", "its processes save and end; the same command goes on; exact")
+@pytest.mark.fault("F74", "SIGKILL of torchrun itself", "its processes save and end; the same command goes on; exact")
 def test_a_killed_torchrun(photos, tmp_path, undisturbed):
     """Its processes are programs of their own, as ever. Forks, as in other tests, would get SIGINT by torch."""
     words = command(photos, tmp_path / "out", *SAVE, fault=HOLD)
