@@ -109,8 +109,8 @@ def add_iteration_flags(group: FlagGroup) -> None:
     optimisation(
         "--warmup_iters",
         type=int,
-        help="optimizer steps of linear warm-up; if not given, that of the recipe or of the defaults, which keeps its "
-        "share of a schedule that is shorter than theirs",
+        help="optimizer steps of linear warm-up; if not given, that of the recipe or of the defaults, and in a "
+        "schedule that is shorter than theirs at most a tenth, or their share if that is more",
     )
     optimisation(
         "--lr",

@@ -308,6 +308,20 @@ def test_the_default_rate_for_a_small_batch_is_said(flags, peak):
         assert f"rate is {peak}: " in notes[0]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "shorter"),
+    [
+        ("prmim50_vit_base_800ep", "prmim50_vit_base_400ep"),
+        ("simmim_vit_base_800ep", "simmim_vit_base_100ep"),
+        ("localmim_vit_base_1600ep", "localmim_vit_base_100ep"),
+    ],
+)
+def test_a_recipe_that_is_shortened_warms_up_as_the_release_s_shorter_schedule(recipe, shorter):
+    published = RECIPES[shorter]
+    _, args = parse_args(["--recipe", recipe, "--epochs", str(published["epochs"])])
+    assert args.warmup_epochs == published["warmup_epochs"]
+
+
 def test_a_recipe_of_a_flag_that_does_not_exist_is_refused(capsys):
     with pytest.raises(SystemExit):
         parse_with_recipe(get_args_parser(), {"odd": dict(depth=3)}, ["--recipe", "odd"])

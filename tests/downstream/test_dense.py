@@ -246,18 +246,16 @@ def test_bad_flags_are_refused_before_training(dense, tmp_path, capsys, flags, m
 @pytest.mark.parametrize(
     ("main", "command", "said"),
     [
-        (
-            main_segmentation,
-            "--num_iters 40000",
-            "40000 iterations, 400 epochs of 100 steps, 375 of warm-up (scaled from",
-        ),
-        (main_segmentation, "--num_iters 20000 --head linear", "750 of warm-up (scaled from 1500 of 40000), peak"),
+        (main_segmentation, "--num_iters 40000", "40000 iterations, 400 epochs of 100 steps, 1500 of warm-up, peak"),
+        (main_segmentation, "--num_iters 5009", "500 of warm-up (shortened from 1500 of 160000), peak"),
+        (main_segmentation, "--num_iters 8000 --head linear", "800 of warm-up (shortened from 1500 of 40000), peak"),
         (main_segmentation, "--recipe ade20k_linear_vit_base", "1500 of warm-up, peak"),
         (main_segmentation, "--num_iters 1000 --warmup_iters 900", "900 of warm-up, peak"),
-        (main_detection, "--num_iters 44000 --recipe short", "125 of warm-up (scaled from 250 of 88000), peak"),
+        (main_detection, "--num_iters 10000", "250 of warm-up, peak"),
+        (main_detection, "--num_iters 1000 --recipe short", "100 of warm-up (shortened from 250 of 88000), peak"),
     ],
 )
-def test_the_summary_says_whether_the_warm_up_was_scaled(main, command, said):
+def test_the_summary_says_whether_the_warm_up_was_shortened(main, command, said):
     parser, args = main.parse_args(command.split())
     plan = make_plan(args, Process(torch.device("cpu")))
     assert said in schedule_by_iterations(parser, args, plan, 100, lambda step: 0.0).summary

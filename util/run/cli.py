@@ -264,7 +264,7 @@ def parse_with_recipe(
 ) -> argparse.Namespace:
     """Parses `argv`. `--recipe NAME` sets defaults from `recipes[NAME]`; explicit flags win.
 
-    A warm-up that no flag gives keeps its share of a schedule that has become shorter, see `warmup_without_flag`.
+    A warm-up that no flag gives fits into a schedule that has become shorter, see `warmup_without_flag`.
     """
     name = parser.parse_known_args(argv)[0].recipe
     if name is not None:
@@ -277,7 +277,7 @@ def parse_with_recipe(
     args = parser.parse_args(argv)
     if name is not None and "patch_size" in recipes[name].keys() - flags_given(parser, argv):
         refuse_other_patch(parser, args, recipes[name]["patch_size"])
-    scale_warmup(parser, args, argv)
+    fit_warmup(parser, args, argv)
     return args
 
 
@@ -305,7 +305,7 @@ def refuse_other_patch(parser: Parser, args: argparse.Namespace, patch_size: int
     )
 
 
-def scale_warmup(parser: Parser, args: argparse.Namespace, argv: Sequence[str] | None) -> None:
+def fit_warmup(parser: Parser, args: argparse.Namespace, argv: Sequence[str] | None) -> None:
     """Sets the warm-up that no flag gives. Ends the program if it is more than half of the schedule."""
     given = flags_given(parser, argv)
     for flag, length_flag in WARMUPS.items():
@@ -321,17 +321,18 @@ def scale_warmup(parser: Parser, args: argparse.Namespace, argv: Sequence[str] |
 def warmup_without_flag(parser: Parser, flag: str, length: int) -> float:
     """Returns the warm-up of a schedule of this length if no flag gives one.
 
-    It is that of the recipe or of the defaults, which keeps its share of a schedule that is shorter than theirs. So one
-    epoch more or less changes it little, and there is always time for the rate to fall.
+    It is that of the recipe or of the defaults, as papers keep it for schedules of several lengths. In a schedule that
+    is shorter than theirs it is at most a tenth, or their share if that is more. So one epoch more or less changes it
+    little, and there is always time for the rate to fall.
     """
     warmup = parser.value_without_flag(flag)
     made_for = length_of_warmup(parser, flag)
-    if length >= made_for:
+    most = max(length / 10, warmup * length / made_for)
+    if length >= made_for or warmup <= most:
         return warmup
-    scaled = warmup * length / made_for
     if flag == "warmup_iters":
-        return int(scaled)
-    return scaled
+        return int(most)
+    return most
 
 
 def length_of_warmup(parser: Parser, flag: str) -> int:
@@ -348,7 +349,7 @@ def describe_warmup(parser: Parser, args: argparse.Namespace, flag: str) -> str:
     text = f"{warmup:g} of warm-up"
     default = parser.value_without_flag(flag)
     if warmup != default and warmup == warmup_without_flag(parser, flag, getattr(args, WARMUPS[flag])):
-        text += f" (scaled from {default:g} of {length_of_warmup(parser, flag)})"
+        text += f" (shortened from {default:g} of {length_of_warmup(parser, flag)})"
     return text
 
 

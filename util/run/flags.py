@@ -66,8 +66,8 @@ def add_epoch_flags(group: FlagGroup) -> None:
     flag(
         "--warmup_epochs",
         type=float,
-        help="epochs of linear warm-up; if not given, that of the recipe or of the defaults, which keeps its share of "
-        "a schedule that is shorter than theirs: 40 of 800 epochs become 2 of 40",
+        help="epochs of linear warm-up; if not given, that of the recipe or of the defaults, and in a schedule that is "
+        "shorter than theirs at most a tenth, or their share if that is more: 40 of 800 epochs become 4 of 40",
     )
     flag("--blr", type=float, at_least=0, help="base learning rate: lr = blr * total batch size / 256")
     flag("--lr", type=float, at_least=0, help="absolute learning rate, instead of --blr")

@@ -56,7 +56,7 @@ def test_a_pretraining_on_gpus_takes_micro_batches_that_fill_them(monkeypatch, c
     assert (plan.batch_size, plan.accum_iter) == expected
 
 
-LENGTH_OF_RECIPE = "40 epochs of 3 steps, 2 of warm-up (scaled from 40 of 800), peak"
+LENGTH_OF_RECIPE = "40 epochs of 3 steps, 4 of warm-up (shortened from 40 of 800), peak"
 
 
 @pytest.mark.parametrize(
@@ -64,18 +64,22 @@ LENGTH_OF_RECIPE = "40 epochs of 3 steps, 2 of warm-up (scaled from 40 of 800), 
     [
         (main_pretrain, "--epochs 40 --recipe prmim50_vit_base_800ep", LENGTH_OF_RECIPE),
         (main_pretrain, "--recipe prmim50_vit_base_800ep", "800 epochs of 3 steps, 40 of warm-up, peak"),
-        (main_finetune, "--epochs 5", "5 epochs of 3 steps, 0.25 of warm-up (scaled from 5 of 100), peak"),
+        (main_finetune, "--epochs 5", "5 epochs of 3 steps, 0.5 of warm-up (shortened from 5 of 100), peak"),
         (main_finetune, "--epochs 5 --warmup_epochs 4", "5 epochs of 3 steps, 4 of warm-up, peak"),
         (main_finetune, "--recipe finetune_vit_large", "50 epochs of 3 steps, 5 of warm-up, peak"),
         (
             main_finetune,
             "--epochs 45 --trainable_blocks 0",
-            "45 epochs of 3 steps, 5 of warm-up (scaled from 10 of 90)",
+            "45 epochs of 3 steps, 5 of warm-up (shortened from 10 of 90)",
         ),
-        (main_finetune, "--epochs 9 --recipe linprobe_vit_huge", "9 epochs of 3 steps, 1.8 of warm-up (scaled from 10"),
+        (
+            main_finetune,
+            "--epochs 9 --recipe linprobe_vit_huge",
+            "9 epochs of 3 steps, 1.8 of warm-up (shortened from 10",
+        ),
     ],
 )
-def test_the_summary_says_whether_the_warm_up_was_scaled(main, command, said):
+def test_the_summary_says_whether_the_warm_up_was_shortened(main, command, said):
     parser, args = main.parse_args(command.split())
     plan = make_plan(args, Process(torch.device("cpu")))
     assert schedule_by_epochs(parser, args, plan, 3).summary.startswith(said)
