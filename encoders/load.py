@@ -263,6 +263,8 @@ def fit(model: nn.Module, weights: Weights, part: Part = "encoder", classes: Seq
         checkpoint.load_strict(model, tensors, f"the weights in {label}")
         return LoadReport(loaded=list(tensors), resized=[], missing=[], unexpected=[], remarks=remarks)
 
+    if weights.settings.get("model"):
+        remarks.insert(0, f"made as {weights.settings['model']}")
     model_state = model.state_dict()
     loses_mlp = CLS_TOKEN_MLP in model_state and is_published_tec(weights.raw)
     if loses_mlp:

@@ -48,10 +48,12 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import models_mae_pr
+from encoders import classifiers
 from encoders.kinds import PLAIN
 from encoders.load import Weights, build, read
 from encoders.names import Tensors
 from framework import rename_prefixes
+from frameworks import registry
 from frameworks.registry import load_run
 from scripts.parts.timm_models import (
     data_config,
@@ -77,7 +79,7 @@ from util.data.statistics import describe_pixels, known_statistics
 from util.run import checkpoint
 from util.run.checkpoint import CheckpointInfo
 from util.run.cli import Parser, prepare_file, run_program, user_errors
-from util.text import count_of
+from util.text import close_to, count_of
 
 SUFFIXES = (".safetensors", ".pth")
 CONFIG = "config.json"
@@ -443,8 +445,24 @@ def export(source: str | Path, out: str | Path, overwrite: bool = False, layout:
     if not source.is_file():
         raise ValueError(f"no checkpoint at {str(source)!r}: give the path of a file or the folder of a run")
     check_out(out, source, overwrite)
+    weights = read(source)
+    refuse_unknown_model(weights)
     writers = {"timm": export_timm, "transformers": export_transformers, "mae": export_mae}
-    return writers[layout](read(source), out)
+    return writers[layout](weights, out)
+
+
+def refuse_unknown_model(weights: Weights) -> None:
+    """Raise ValueError for a model that another version of the code has made: its outputs may mean something else."""
+    name = weights.settings.get("model")
+    if name is None or name in registry.MODELS or name in classifiers.MODELS:
+        return
+    version = ""
+    if weights.info.run is not None:
+        version = f", {weights.info.run.origin.code}"
+    raise ValueError(
+        f"{str(weights.path)!r} was made as {name!r}, which this code does not know{close_to(name, registry.MODELS)}: "
+        f"export it with the version that has written it{version}"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -27,6 +27,7 @@ from tests.scripts.exports import (
     run,
     shake,
 )
+from util.run.checkpoint import save_checkpoint
 
 SUFFIXES = (".safetensors", ".pth")
 MICRO_IN_TIMM = {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 3}
@@ -220,6 +221,15 @@ def test_weights_of_other_models_are_refused(tmp_path, capsys, name, shape, mess
     weights[name] = torch.zeros(shape)
     torch.save({"model": weights}, tmp_path / "weights.pth")
     assert message in refused(capsys, tmp_path / "weights.pth", tmp_path / "encoder.pth")
+
+
+def test_a_model_of_another_version_is_refused(tmp_path, capsys):
+    """Its weights have the names of a known kind."""
+    model = models_mae_pr.mae_vit_micro_patch4()
+    path = save_checkpoint(tmp_path, 1, {"model": model.state_dict()}, {"settings": {"model": "mae_vit_micro_patch"}})
+    message = refused(capsys, path, tmp_path / "e")
+    assert "was made as 'mae_vit_micro_patch', which this code does not know; close to it: mae_vit_micro_pat" in message
+    assert "made as mae_vit_micro_patch" in str(load_encoder(vit_micro_patch4(), path))
 
 
 def test_a_path_without_a_checkpoint_is_refused(tmp_path, capsys):
