@@ -25,7 +25,7 @@ from util.data.folders import MissingSplit, find_samples, spelling
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels
 from util.data.pixel_format import RGB8, FormatError, Header, PixelFormat, read_header, read_pixels
 from util.lazy import LazyModule
-from util.text import count_of, shorten
+from util.text import count_of, describe_owner, shorten
 
 torchvision = LazyModule("torchvision")
 
@@ -74,6 +74,8 @@ def read_file(path: str) -> bytes:
 
 
 def unreadable(path: str, error: Exception) -> str:
+    if isinstance(error, PermissionError):
+        return f"{path!r} cannot be read: {error.strerror} ({describe_owner(path)}); ask for access"
     return f"{path!r} is not a readable image ({error}); replace or remove it"
 
 

@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import io
 import json
+import os
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from safetensors import safe_open
 from util.atomic import replaced_file, sync
 from util.lazy import LazyModule
 from util.pos_embed import list_empty_tables
-from util.text import shorten
+from util.text import describe_owner, shorten
 
 timm_data = LazyModule("timm.data")
 
@@ -375,6 +376,7 @@ def find_checkpoint_file(path: str | Path) -> Path:
         raise CheckpointError(f"{str(path)!r} is a record of a run and holds no weights: {advice}")
     if not path.is_dir():
         return path
+    os.listdir(path)  # PermissionError: `glob` finds nothing in a folder that cannot be read
     found, skipped = newest_checkpoint(path)
     if found is not None:
         return found
@@ -509,7 +511,9 @@ def _read_content(path: Path, mmap: bool) -> Any:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except PermissionError as error:
-        raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read: {error.strerror} ({describe_owner(str(path))})"
+        ) from error
     except (OSError, MemoryError):
         raise
     except Exception as error:  # torch raises many types for files that it has not written
@@ -539,8 +543,8 @@ def _describe(error: Exception) -> str:
         contents = "it holds more than tensors, or is damaged"
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
         if named:
-            contents = f"it holds {named[1]}"
-        return f"{contents}; files whose reading could run code are refused"
+            contents = f"it holds {named[1]}, which may be of another version of the code that has written it"
+        return f"{contents}; files whose reading could run code are refused: save the tensors of a state_dict alone"
     if isinstance(error, EOFError):
         return "it ends too early"
     return str(error).strip().partition(". ")[0]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from util.parent import signal_if_parent_dies
-from util.text import close_to, printable
+from util.text import close_to, describe_owner, printable
 
 LONG_CHOICES = 50  # characters
 # Exit codes after which a restart would fail again: user error, values that are not finite, no usable checkpoint.
@@ -411,6 +411,8 @@ def user_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
         message = str(error)
         if isinstance(error, OSError) and error.strerror and isinstance(error.filename, (str, os.PathLike)):
             message = f"{str(error.filename)!r}: {error.strerror}"  # without the number of the error
+            if isinstance(error, PermissionError):
+                message += f" ({describe_owner(str(error.filename))}); ask for access, or give another path"
         if isinstance(error, OSError) and error.errno not in (None, *PATH_ERRORS, *PERMISSION_ERRORS):
             parser.exit(TEMPORARY, f"{parser.prog}: error: {message}; start the same command again\n")
         parser.error(with_dashes(message, parser))

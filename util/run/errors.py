@@ -1,13 +1,11 @@
 """How errors end a program: one paragraph on stderr and an exit code that says whether to start again."""
 
 import argparse
-import os
-import pwd
 import re
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -24,7 +22,7 @@ from util.run.checkpoint import CheckpointError
 from util.run.cli import TEMPORARY, die_of, with_dashes
 from util.run.folder import FolderInUse, remove_created
 from util.run.saving import CheckpointSaver
-from util.text import count_of
+from util.text import count_of, describe_owner
 
 
 def exit_code(error: Exception) -> int:
@@ -75,18 +73,6 @@ def describe_full_gpu(error: Exception, batch_size: int) -> ValueError:
             break
     cause = str(error).partition(". ")[0]
     return ValueError(f"{cause}, in micro-batches of {count_of(batch_size, 'image')}: give {remedies}")
-
-
-def describe_owner(path: str) -> str:
-    """Returns, for example, "'out/.lock' belongs to root". Of a file that does not exist it describes the folder."""
-    place = Path(path) if os.path.exists(path) else Path(path).parent
-    try:
-        owner = place.stat().st_uid
-    except OSError as error:
-        return str(error)
-    with suppress(KeyError):  # a container may have no names
-        return f"{str(place)!r} belongs to {pwd.getpwuid(owner).pw_name}"
-    return f"{str(place)!r} belongs to user {owner}"
 
 
 class Signalled(BaseException):

@@ -3,6 +3,7 @@ import hashlib
 import io
 import json
 import os
+import pwd
 import re
 from pathlib import Path
 from unittest.mock import Mock
@@ -277,12 +278,36 @@ def test_a_failing_storage_is_no_damaged_checkpoint(tmp_path, monkeypatch, load,
         read_checkpoint(tmp_path / "a.pth")
 
 
+class Renamed:
+    """A class whose objects are pickled."""
+
+
 def test_a_file_that_must_not_be_read_stays_so(tmp_path, monkeypatch):
     (tmp_path / "a.pth").touch()
     denied = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
     monkeypatch.replace_in(checkpoint, "torch.load", denied)
-    with pytest.raises(CheckpointError, match="a.pth' cannot be read: Permission denied"):
+    owner = pwd.getpwuid(os.getuid()).pw_name
+    with pytest.raises(CheckpointError, match=f"a.pth' cannot be read: Permission denied .*belongs to {owner}"):
         read_checkpoint(tmp_path / "a.pth")
+
+
+def test_a_folder_that_must_not_be_read_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
+    """`Path.glob` finds nothing in it."""
+    denied = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied", str(tmp_path)))
+    monkeypatch.replace_in(checkpoint, "os.listdir", denied)
+    with pytest.raises(PermissionError):
+        find_checkpoint_file(tmp_path)
+
+
+def test_a_pickled_class_may_be_of_another_version(tmp_path):
+    torch.save({"model": {"w": torch.zeros(1)}, "meter": Renamed()}, tmp_path / "a.pth")
+    with pytest.raises(CheckpointError) as refusal:
+        read_checkpoint(tmp_path / "a.pth")
+    name = f"{Renamed.__module__}.Renamed"
+    assert f"it holds {name}, which may be of another version of the code that has written it; files" in str(
+        refusal.value
+    )
+    assert "whose reading could run code are refused: save the tensors of a state_dict alone" in str(refusal.value)
 
 
 def test_the_folder_of_a_run_stands_for_its_newest_checkpoint(tmp_path):

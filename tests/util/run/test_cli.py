@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -225,6 +226,15 @@ def test_errors_of_users_are_one_paragraph(capsys, error, message):
         raise error
     assert stop.value.code == 2
     assert capsys.readouterr().err == f"x.py: error: {message}\n(`x.py --help` lists every flag)\n"
+
+
+def test_a_missing_permission_names_the_owner(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop, user_errors(Parser("x.py")):
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+    assert stop.value.code == 2
+    owner = pwd.getpwuid(os.getuid()).pw_name
+    expected = f"{str(tmp_path)!r}: Permission denied ({str(tmp_path)!r} belongs to {owner}); ask for access, or give"
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
