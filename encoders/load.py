@@ -275,15 +275,9 @@ def fit(model: nn.Module, weights: Weights, part: Part = "encoder", classes: Seq
     fitting = {key: value for key, value in tensors.items() if key in model_state}
     if any(key.startswith("head.") for key in fitting):
         objection = _object_to_head(weights, fitting, model_state, classes)
+        remarks.append(_describe_head(weights, objection, classes))
         if objection:
             fitting = drop_prefix(fitting, "head.")
-            remarks.append(f"the head is not loaded: {objection}")
-        elif weights.classes is None or classes is None:
-            remarks.append(
-                f"the head is loaded, as it has as many classes, {weights.num_classes}; no names were compared"
-            )
-        else:
-            remarks.append(f"the head is loaded, as its {weights.num_classes} classes are the same")
     check_cls_tokens(fitting, model_state, label, type(model).__name__)
     remarks += fit_patch_embed(fitting, model_state, label, type(model).__name__)
     resized = fit_tables(fitting, weights.settings, model_state, model, label)
@@ -428,3 +422,12 @@ def _object_to_head(weights: Weights, fitting: Tensors, model_state: Tensors, cl
         if theirs != ours:
             return f"its class {i} is {theirs!r}, the model's {ours!r}"
     return ""
+
+
+def _describe_head(weights: Weights, objection: str, classes: Sequence[str] | None) -> str:
+    """Returns what becomes of the file's head, and why. objection: see `_object_to_head`."""
+    if objection:
+        return f"the head is not loaded: {objection}"
+    if weights.classes is None or classes is None:
+        return f"the head is loaded, as it has as many classes, {weights.num_classes}; no names were compared"
+    return f"the head is loaded, as its {weights.num_classes} classes are the same"

@@ -230,7 +230,7 @@ def note_on_given(given: Sequence[Sequence[float] | None], encoder: PixelSetting
         differences = np.abs(np.subtract(values, values_of_encoder))
         if (differences > 0.01 * np.array(known[1])).any():
             expected = " ".join(f"{value:.6g}" for value in values_of_encoder)
-            notes.append(f"note: {flag} is another than the encoder was trained with: {expected}")
+            notes.append(f"note: {flag} is not the encoder's, which is {expected}")
     return notes
 
 

@@ -107,20 +107,20 @@ def test_remarks_name_the_encoder(tmp_path):
     assert statistics == (GIVEN, [0.125, 0.25])
     assert remarks == [
         "note: pixel deviation is that of the encoder",
-        "note: --mean is another than the encoder was trained with: 0.25 0.5",
+        "note: --mean is not the encoder's, which is 0.25 0.5",
     ]
 
 
 @pytest.mark.parametrize(
     ("stored", "flags", "remarks"),
     [
-        ({}, {"mean": [0.5] * 3}, ["note: --mean is another than the encoder was trained with: 0.485 0.456 0.406"]),
+        ({}, {"mean": [0.5] * 3}, ["note: --mean is not the encoder's, which is 0.485 0.456 0.406"]),
         ({}, {"mean": MEAN, "std": [0.2291, 0.224, 0.225]}, []),
         ({"mean": [0.5] * 3, "std": [0.25] * 3}, {"mean": [0.5] * 3, "std": [0.25] * 3}, []),
         (
             {"mean": [0.5] * 3, "std": [0.25] * 3},
             {"mean": [0.5] * 3, "std": STD},
-            ["note: --std is another than the encoder was trained with: 0.25 0.25 0.25"],
+            ["note: --std is not the encoder's, which is 0.25 0.25 0.25"],
         ),
     ],
 )
