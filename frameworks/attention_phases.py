@@ -120,8 +120,8 @@ def compute_maps(
     if rank == 0:
         maps = np.empty((world_size, share, rows, columns), np.float16)
     stored = loop.normalize.pixels.pixel_bytes * model.img_size[0] * model.img_size[1] * batch_size
-    pin_memory = device.type == "cuda"
-    loader = Loader(dataset, addresses, stack, num_workers=num_workers, pin_memory=pin_memory, batch_bytes=stored)
+    for_gpu = device.type == "cuda"
+    loader = Loader(dataset, addresses, stack, num_workers=num_workers, for_gpu=for_gpu, batch_bytes=stored)
     bad = torch.zeros((), device=device)
     model.eval()
     with closing(loader) as batches:

@@ -292,7 +292,7 @@ class Probing:
             sampler,
             stack,
             num_workers=self.context.num_workers,
-            pin_memory=self.context.device.type == "cuda",
+            for_gpu=self.context.device.type == "cuda",
             batch_bytes=self.images.pixel_format.pixel_bytes * math.prod(img_size) * self.context.batch_size,
         )
 

@@ -16,7 +16,7 @@ import torch
 from util import collectives
 from util.data.datasets import Address, AddressedDataset, Sample, StepBatchSampler
 from util.data.images import ImageError, Images, find_storage_error
-from util.data.workers import ignore_in_worker, kill_at_exit
+from util.data.workers import begin_beside_gpu, ignore_in_worker, kill_at_exit
 from util.text import count_of
 
 SHARED_MEMORY = "/dev/shm"
@@ -50,13 +50,14 @@ class Loader:
         collate: Callable[[Sequence[Sample]], Any],
         *,
         num_workers: int,
-        pin_memory: bool,
+        for_gpu: bool,
         batch_bytes: int = 0,
     ) -> None:
         """All ranks must make their loaders together.
 
-        addresses: of each batch. batch_bytes: size of one batch; 0 if unknown. TooLittleMemory on all ranks if one
-        batch of each worker does not fit into shared memory.
+        addresses: of each batch. for_gpu: batches lie in pinned memory, and workers have a low priority. batch_bytes:
+        size of one batch; 0 if unknown. TooLittleMemory on all ranks if one batch of each worker does not fit into
+        shared memory.
         """
         collectives.run_everywhere(lambda: check_space(batch_bytes, num_workers, len(addresses)))
         self.num_workers = num_workers
@@ -70,9 +71,9 @@ class Loader:
             batch_sampler=addresses,
             collate_fn=ShareBatch(collate),
             num_workers=num_workers,
-            pin_memory=pin_memory,
+            pin_memory=for_gpu,
             prefetch_factor=ahead,
-            worker_init_fn=ignore_in_worker,
+            worker_init_fn=begin_beside_gpu if for_gpu else ignore_in_worker,
         )
 
     def __iter__(self) -> "Loader":

@@ -103,7 +103,7 @@ def evaluation_batches(
         addresses,
         collate,
         num_workers=context.num_workers,
-        pin_memory=context.device.type == "cuda",
+        for_gpu=context.device.type == "cuda",
         batch_bytes=dataset.images.pixel_format.pixel_bytes * height * width * context.batch_size,
     )
     rank, _ = collectives.rank_and_world_size()

@@ -103,7 +103,7 @@ class TrainLoader:
             sampler,
             self.collate,
             num_workers=plan.num_workers,
-            pin_memory=plan.device == "cuda",
+            for_gpu=plan.device == "cuda",
             batch_bytes=self.batch_bytes,
         )
 

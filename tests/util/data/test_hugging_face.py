@@ -113,7 +113,7 @@ def batches_of(images, num_workers=0):
     dataset = AddressedDataset(images, RandomResizedCropFlip((32, 32), 3, (0.2, 1.0)))
     sampler = StepBatchSampler(len(images), 6, 1, 0, 1, 3, 0, 6)
     collate = MaskCollator(TokenOrderSampler(8, counts), 3)
-    return list(Loader(dataset, sampler, collate, num_workers=num_workers, pin_memory=False))
+    return list(Loader(dataset, sampler, collate, num_workers=num_workers, for_gpu=False))
 
 
 @pytest.mark.parametrize("form", ["hub", "flat", "arrow", "saved", "saved_splits"])

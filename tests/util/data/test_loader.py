@@ -17,6 +17,7 @@ from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import FolderImages
 from util.data.loader import BadImages, Loader, LoaderError, TooLittleMemory, batches_ahead, check_space
 from util.data.transforms import RandomResizedCropFlip
+from util.data.workers import NICENESS
 
 IMAGE = 3 * 224**2
 SMALL_DISK = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=2m tmpfs /dev/shm && exec "$@"', "sh"]
@@ -26,7 +27,7 @@ def batches_from(photos, start_step, num_workers):
     dataset = AddressedDataset(FolderImages(photos), RandomResizedCropFlip(32, seed=2))
     sampler = TokenOrderSampler(8, TokenCounts.from_ratios(64, 0.75, 0.5))
     addresses = StepBatchSampler(24, 4, 1, rank=0, world_size=1, seed=2, start_step=start_step, end_step=12)
-    return list(Loader(dataset, addresses, MaskCollator(sampler, seed=2), num_workers=num_workers, pin_memory=False))
+    return list(Loader(dataset, addresses, MaskCollator(sampler, seed=2), num_workers=num_workers, for_gpu=False))
 
 
 def test_batches_are_the_same_for_any_number_of_workers_and_from_any_start(photos):
@@ -139,9 +140,23 @@ def stack(samples):
     ],
 )
 def test_what_fails_in_a_worker_is_told(failure, raised, message):
-    batches = Loader(Blank(**failure), [[0, 1]] * 3, stack, num_workers=1, pin_memory=False)
+    batches = Loader(Blank(**failure), [[0, 1]] * 3, stack, num_workers=1, for_gpu=False)
     with pytest.raises(raised, match=message):
         list(batches)
+
+
+class Niceness(torch.utils.data.Dataset):
+    def __getitem__(self, i):
+        return torch.tensor(os.getpriority(os.PRIO_PROCESS, 0))
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+@pytest.mark.parametrize(("for_gpu", "niceness"), [(True, NICENESS), (False, 0)])
+def test_the_workers_of_a_model_on_a_gpu_leave_the_cores_to_its_trainer(for_gpu, niceness):
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    ((found,),) = Loader(Niceness(), [[0, 1]], stack, num_workers=1, for_gpu=for_gpu)
+    assert found.tolist() == [min(19, before + niceness)] * 2
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_an_error_of_the_gpu_that_the_pinning_thread_meets_is_no_lost_worker():
@@ -149,7 +164,7 @@ def test_an_error_of_the_gpu_that_the_pinning_thread_meets_is_no_lost_worker():
         yield "batch"
         raise RuntimeError("Caught AcceleratorError in pin memory thread for device 0.\nCUDA error: uncorrectable ECC")
 
-    batches = Loader(Blank(), [[0, 1]] * 3, stack, num_workers=1, pin_memory=False)
+    batches = Loader(Blank(), [[0, 1]] * 3, stack, num_workers=1, for_gpu=False)
     batches.stream = broken()
     assert next(batches) == "batch"
     with pytest.raises(RuntimeError, match="uncorrectable ECC") as error:
@@ -166,7 +181,7 @@ def test_a_full_shared_memory_is_an_error_and_no_hang():
         "from tests.util.data.test_loader import Blank, Loader, stack\n"
         "for number in (1, 6):\n"
         "    batches = Loader(\n"
-        "        Blank(), [range(number)] * 9, stack, num_workers=1, pin_memory=False, batch_bytes=500_000\n"
+        "        Blank(), [range(number)] * 9, stack, num_workers=1, for_gpu=False, batch_bytes=500_000\n"
         "    )\n"
         "    print(sum(1 for _ in batches), flush=True)\n"
     )

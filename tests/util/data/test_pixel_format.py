@@ -624,7 +624,7 @@ def test_batches_of_a_worker_have_the_type_of_the_files(tmp_path, dtype):
     addresses = [[(0, 0), (0, 1)], [(0, 2), (0, 3)]]
     found = []
     for num_workers in (0, 1):
-        found.append(list(Loader(dataset, addresses, collator, num_workers=num_workers, pin_memory=False)))
+        found.append(list(Loader(dataset, addresses, collator, num_workers=num_workers, for_gpu=False)))
     for ours, theirs in zip(*found, strict=True):
         assert ours[0].dtype == theirs[0].dtype == getattr(torch, dtype)
         assert ours[0].shape == (2, 5, 16, 16)

@@ -192,7 +192,7 @@ def test_threads_settle_before_workers_are_forked(photos, monkeypatch):
     monkeypatch.setattr(collectives, "settle_threads", lambda: events.append("settled"))
     monkeypatch.replace_in(loader, "torch.utils.data.DataLoader", lambda *_, **__: note_start(events))
     for num_workers in (2, 0):
-        next(loader.Loader(range(4), [[0]], list, num_workers=num_workers, pin_memory=False))
+        next(loader.Loader(range(4), [[0]], list, num_workers=num_workers, for_gpu=False))
     assert events == ["settled", "started", "started"]
 
 

@@ -77,7 +77,7 @@ def child(file):
 
 if __name__ == "__main__":
     multiprocessing.get_context("fork").Process(target=child, args=({file!r},)).start()
-    batches = Loader(range(1000), [[i] for i in range(1000)], list, num_workers=2, pin_memory=False)
+    batches = Loader(range(1000), [[i] for i in range(1000)], list, num_workers=2, for_gpu=False)
     print(next(batches), flush=True)
     raise SystemExit(2)
 """
