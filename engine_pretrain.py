@@ -10,6 +10,17 @@ from util.run.loop import TrainLoop
 Batch = Sequence[torch.Tensor]  # what `MaskCollator` makes
 
 
+def forward_backward(model: nn.Module, batch: list[torch.Tensor], micro: int, loop: TrainLoop) -> None:
+    """Computes the losses of micro-batch number `micro` of a step, and adds its share of the gradient."""
+    imgs, _, *orders = batch
+    batch.clear()
+    with loop.no_sync_before_last(model, micro):
+        with loop.autocast():
+            losses = model(loop.normalize(imgs, fill=False), *orders)  # invalid pixels are NaN
+        del imgs, orders  # frees their memory for the backward pass
+        loop.scaled_loss(losses, micro).backward()
+
+
 def train_one_epoch(model: nn.Module, batches: Iterator[Batch], steps: range, loop: TrainLoop) -> None:
     """Makes the optimizer steps `steps`, which belong to one epoch. A signal ends them earlier.
 
@@ -21,12 +32,8 @@ def train_one_epoch(model: nn.Module, batches: Iterator[Batch], steps: range, lo
     for step in steps:
         loop.begin_step(step)
         for micro in range(loop.accum_iter):
-            imgs, _, *orders = loop.next_batch(batches, micro)
-            with loop.no_sync_before_last(model, micro):
-                with loop.autocast():
-                    losses = model(loop.normalize(imgs, fill=False), *orders)  # invalid pixels are NaN
-                del imgs, orders  # frees their memory for the backward pass
-                loop.scaled_loss(losses, micro).backward()
+            batch = loop.next_batch(batches, micro)
+            loop.run_pass(forward_backward, model, batch, micro)  # calls it, or replays its CUDA graph
         grad_norm = loop.update_weights()
         loop.end_step(grad_norm)  # logs every `print_freq` steps
         if loop.should_stop():  # all ranks have agreed
@@ -36,8 +43,6 @@ def train_one_epoch(model: nn.Module, batches: Iterator[Batch], steps: range, lo
 def compile_shapes(model: nn.Module, batch: Batch, loop: TrainLoop) -> None:
     """Runs forward and backward on a batch, so that its shapes are compiled and fit. Weights stay as they are."""
     model.train()
-    imgs, _, *orders = loop.next_batch(iter([batch]), 0)
-    with loop.autocast():
-        losses = model(loop.normalize(imgs, fill=False), *orders)
-    loop.scaled_loss(losses, 0).backward()
+    last = loop.accum_iter - 1  # whose backward pass reduces the gradients
+    forward_backward(model, loop.next_batch(iter([batch]), 0), last, loop)
     loop.optimizer.zero_grad(set_to_none=True)

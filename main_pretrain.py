@@ -25,6 +25,7 @@ from frameworks.reconstruction import crops, reconstruction_picture
 from frameworks.registry import CLASS_OF, MODELS, build_model, check_own_flags, own_flags
 from prmim import AGGREGATION, SAMPLING, SpatialAggregation
 from recipes import RECIPES
+from util import collectives
 from util.costs import forward_gmac
 from util.data.datasets import AddressedDataset
 from util.data.images import evenly_spaced, note_on_small_images
@@ -80,6 +81,14 @@ def get_args_parser() -> Parser:
     add_image_flags(parser.add_argument_group("data"))
     run = parser.add_argument_group("run")
     add_run_flags(run)
+    run.add_argument(
+        "--cuda_graph",
+        changes="rounding",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="launch a step as CUDA graphs, for hosts that are too slow for its kernels; one GPU, AdamW, one shape of "
+        "batches; not measured yet",
+    )
     run.add_argument(
         "--picture_every",
         changes="nothing",
@@ -428,6 +437,28 @@ def check_flags(args: argparse.Namespace, plan: Plan, given: Set[str]) -> None:
     if unused_and_given:
         name = unused_and_given[0]
         raise ValueError(f"--{name} has no effect, because {unused[name]}: leave it out")
+    if args.cuda_graph:
+        check_capture(args, plan, model)
+
+
+def check_capture(args: argparse.Namespace, plan: Plan, model: Framework) -> None:
+    """ValueError if a step of this run cannot be captured as a CUDA graph."""
+    _, world_size = collectives.rank_and_world_size()
+    obstacles = {
+        f"a GPU, and the device is {plan.device}": plan.device != "cuda",
+        f"a single process, and there are {world_size}": world_size > 1,
+        f"--precision bf16 or fp32, and it is {plan.precision}": plan.precision == "fp16",
+        f"--optimizer adamw, and it is {args.optimizer}": args.optimizer != "adamw",
+        "one image size: leave out --grow_size": args.grow_size is not None,
+        "a model that does not change: leave out --sampling attention": args.sampling == "attention",
+        "a step without recomputation: leave out --recompute": args.recompute or args.recompute_pointwise,
+    }
+    for need, is_missing in obstacles.items():
+        if is_missing:
+            raise ValueError(f"--cuda_graph needs {need}")
+    blank = [(torch.zeros(1), 0, (0, 0))]
+    if len(model.collator(args.sampling, args.seed).examples(blank)) > 1:
+        raise ValueError(f"--cuda_graph needs batches of one shape, which those of --model {args.model} are not")
 
 
 def images_per_gb(args: argparse.Namespace) -> int:
@@ -472,7 +503,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
         loader = TrainLoader(dataset, collator, model.img_size, run.plan, run.process, args.seed)
 
         schedule = schedule_by_epochs(parser, args, run.plan, loader.steps_per_epoch)
-        training = run.begin_training(model, optimizer, dataset, schedule, describe_model(model, statistics))
+        facts = describe_model(model, statistics)
+        training = run.begin_training(model, optimizer, dataset, schedule, facts, captures_steps=args.cuda_graph)
         training.announce(summary_rows(args, model, images))
         # An image costs the same in all steps, unless images grow, or attention maps change the token counts.
         if not args.grow_size and args.sampling != "attention":

@@ -149,6 +149,20 @@ def test_waiting_for_data_is_said_once_and_not_of_the_first_report(share, hint, 
     assert engine.loop.log.lines == [line] * said
 
 
+@pytest.mark.parametrize(("data", "host", "said"), [(0.01, 0.97, 1), (0.05, 0.92, 1), (0.01, 0.8, 0), (0.5, 0.5, 0)])
+def test_a_host_that_keeps_its_gpu_waiting_is_named_once(data, host, said, monkeypatch):
+    """That of a GPU which waits for data is told otherwise."""
+    monkeypatch.setattr(loop.Clock, "lap", lambda self, images: {"seconds_per_step": 1.0, "images_per_s": 8.0})
+    shares = {"data_share": data, "data_rank": 0, "host_share": host, "host_rank": 0}
+    monkeypatch.setattr(loop.TrainLoop, "_shares", lambda self, sums: shares)
+    engine = a_loop()
+    engine.loop.data_hint = "buy a disk"
+    engine.loop.host_hint = "buy a CPU"
+    engine.steps(range(8), stream(8))
+    line = f"note: the host works {host:.0%} of the time, and its GPU waits: buy a CPU"
+    assert engine.loop.log.lines.count(line) == said
+
+
 def test_reports_on_a_gpu_say_how_much_memory_it_needs(monkeypatch):
     engine = a_loop(print_freq=2)
     monkeypatch.setattr(loop, "memory_scalars", lambda device: {"gpu_memory_gb": 27.34})

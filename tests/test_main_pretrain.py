@@ -26,6 +26,7 @@ from util.run import distributed, shard
 from util.run import training as training_module
 from util.run.checkpoint import newest_checkpoint
 from util.run.cli import flags_given
+from util.run.flags import Plan
 from util.run.loop import TrainLoop
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -555,3 +556,29 @@ def test_a_run_on_the_gpu(photos, tmp_path, precision):
     assert content["meta"]["step"] == 12
     losses = [report["epoch_loss"] for report in reports(tmp_path) if "epoch_loss" in report]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "need"),
+    [
+        ("", "a GPU, and the device is cpu"),
+        ("--device cuda --precision fp16", "--precision bf16 or fp32, and it is fp16"),
+        ("--device cuda --optimizer muon", "--optimizer adamw, and it is muon"),
+        ("--device cuda --grow_size 16:0.5 32", "one image size: leave out --grow_size"),
+        ("--device cuda --sampling attention", "a model that does not change: leave out --sampling attention"),
+        ("--device cuda --recompute", "a step without recomputation"),
+        ("--device cuda --model greenmim_swin_base_patch4_window7", "batches of one shape"),
+        ("--device cuda", None),
+    ],
+)
+def test_a_step_that_cannot_be_captured_is_refused(flags, need):
+    """As for a process that has a GPU."""
+    _, args = main_pretrain.parse_args(f"--model mae_vit_micro_patch4 --cuda_graph {flags}".split())
+    precision = "bf16" if args.precision == "auto" else args.precision
+    device = "cuda" if args.device == "cuda" else "cpu"
+    plan = Plan(8, 1, 8, 1e-3, 0, device, precision)
+    if need is None:
+        main_pretrain.check_flags(args, plan)
+        return
+    with pytest.raises(ValueError, match=f"--cuda_graph needs {need}"):
+        main_pretrain.check_flags(args, plan)

@@ -25,10 +25,13 @@ from util.run.distributed import DeviceCopies, Precision, memory_scalars
 from util.run.logging import RunLog
 from util.run.shard import total_norm
 from util.run.skipping import step_if
+from util.run.step_graphs import StepGraphs
 from util.run.supervise import BACKWARD, BETWEEN, DATA, DEVICE, FORWARD, Stopped, StopSignal, Watchdog
 from util.text import duration, rate
 
 SLOW_DATA = 0.1  # warn if more than this share of the time is spent waiting for data
+BUSY_HOST = 0.95  # say so if a host does not wait for its GPU in more than this share of the time: the GPU waits
+HOST_HINT = "larger --batch_size, --compile or --cuda_graph help, and cores that are free"
 MAX_BAD_STEPS = 20  # this many non-finite steps in a row end the run, at the next report
 
 
@@ -182,6 +185,7 @@ class TrainLoop:
     listener: what else is done at each report.
     hosts: the host of each rank.
     measures: functions of a report's values that return further ones.
+    graphs: replays the passes and the update of a step, if --cuda_graph is given.
     """
 
     parameters: list[torch.nn.Parameter]
@@ -203,6 +207,7 @@ class TrainLoop:
     hosts: Sequence[str] = ()
     measures: list[Callable[[dict[str, Any]], dict[str, float]]] = field(default_factory=list)
     watchdog: Watchdog | None = None
+    graphs: StepGraphs | None = None
     step: int = 0  # number of optimizer steps done, over all starts of the run
     losses: dict[str, torch.Tensor] = field(default_factory=dict)  # of the current step, summed over micro-batches
 
@@ -213,6 +218,7 @@ class TrainLoop:
         self.meter = Meter(self.device)
         self.clock = Clock()
         self.num_reports = 0
+        self.host_hint = HOST_HINT if self.device.type == "cuda" else ""
         self.has_begun = False
         self.has_stopped = False  # `should_stop` has been true: the run ends
         self.first_step = self.step  # of this start
@@ -239,7 +245,16 @@ class TrainLoop:
             self.clock.restart()  # set-up and evaluation do not count
         self.has_begun = True
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(step, group.get("lr_scale", 1.0))
+            self.set_rate(group, self.learning_rate(step, group.get("lr_scale", 1.0)))
+
+    def set_rate(self, group: dict[str, Any], rate: float) -> None:
+        """Sets the learning rate of a parameter group. On a GPU it is a float32, as a graph can hold it."""
+        if torch.is_tensor(group["lr"]):
+            group["lr"].fill_(rate)
+        elif self.device.type == "cuda":
+            group["lr"] = float(np.float32(rate))
+        else:
+            group["lr"] = rate
 
     def next_batch(self, batches: Iterator[Any], micro: int) -> list[Any]:
         """Returns the next micro-batch and seeds the random draws that are made with it.
@@ -273,6 +288,14 @@ class TrainLoop:
             return nullcontext()
         return model.no_sync()
 
+    def run_pass(self, compute: Callable[..., None], model: torch.nn.Module, batch: list[Any], micro: int) -> None:
+        """Runs `compute(model, batch, micro, loop)`, the forward and backward pass of a micro-batch, or its graph."""
+        if self.graphs is None:
+            compute(model, batch, micro, self)
+            return
+        self.graphs.run_pass(compute, model, batch, micro, self)
+        self.heartbeat(BACKWARD)
+
     def scaled_loss(self, losses: dict[str, torch.Tensor], micro: int) -> torch.Tensor:
         """Returns the scalar whose `backward()` gives this micro-batch's share of the gradient. Logs `losses`.
 
@@ -280,16 +303,30 @@ class TrainLoop:
         """
         self.heartbeat(BACKWARD)
         for name, loss in losses.items():
-            self.losses[name] = self.losses.get(name, 0) + loss.detach() / self.accum_iter
+            share = loss.detach() / self.accum_iter
+            if name in self.losses:
+                self.losses[name] += share
+            else:
+                self.losses[name] = share
         total: Any = sum(losses.values()) / self.accum_iter
         return self.precision.scaler.scale(total * (1 + 0 * total.detach()))
 
     def update_weights(self) -> torch.Tensor:
         """Steps the optimizer and clears the gradients. Returns the norm of the gradient before clipping."""
+        flag = self.stop.flag()
+        if self.graphs is None:
+            grad_norm, self.num_asked = self._step_optimizer(flag)
+            self.optimizer.zero_grad(set_to_none=True)
+        else:
+            grad_norm, self.num_asked = self.graphs.run_update(self._step_optimizer, flag)
+        return grad_norm
+
+    def _step_optimizer(self, flag: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the norm of the gradient before clipping, and the sum of the ranks' flags."""
         scaler = self.precision.scaler
         scaler.unscale_(self.optimizer)
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        grad_norm, self.num_asked = total_norm(grads, self.stop.flag())
+        grad_norm, num_asked = total_norm(grads, flag)
         if self.clip_grad is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip_grad, grad_norm)
         if scaler.is_enabled():  # it has checked every gradient
@@ -300,8 +337,7 @@ class TrainLoop:
             self.optimizer.step()
         else:
             step_if(grad_norm.isfinite(), self.optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
-        return grad_norm
+        return grad_norm, num_asked
 
     def end_step(self, grad_norm: torch.Tensor) -> None:
         """Counts the step and reports if it is time."""
@@ -401,15 +437,25 @@ class TrainLoop:
         self.log.report(step, scalars, line, postfix, interim)
         self.notify_listener(sums.numbers)
         self.num_reports += 1
-        # The first report includes the start of the workers; one warning is enough.
-        if self.num_reports > 1 and self.data_hint and scalars["data_share"] > SLOW_DATA:
-            share = scalars["data_share"]
-            loaded = scalars["images_per_s"]
-            rates = f"{rate(loaded)} images/s are loaded, the model takes up to {rate(loaded / (1 - share))}"
-            where = self._place(scalars["data_rank"])
-            warning = f"warning: {share:.0%} of the time{where} is spent waiting for data"
-            self.log.info(f"{warning} ({rates}): {self.data_hint}")
-            self.data_hint = ""
+        if self.num_reports > 1:  # the first one includes the start of the workers
+            self._advise(scalars)
+
+    def _advise(self, scalars: dict[str, Any]) -> None:
+        """Says what steps wait for, data or the host, and what helps. Once each."""
+        data = scalars["data_share"]
+        host = scalars["host_share"]
+        if data > SLOW_DATA:
+            if self.data_hint:
+                loaded = scalars["images_per_s"]
+                rates = f"{rate(loaded)} images/s are loaded, the model takes up to {rate(loaded / (1 - data))}"
+                where = self._place(scalars["data_rank"])
+                warning = f"warning: {data:.0%} of the time{where} is spent waiting for data"
+                self.log.info(f"{warning} ({rates}): {self.data_hint}")
+                self.data_hint = ""
+        elif host + data > BUSY_HOST and self.host_hint:
+            where = self._place(scalars["host_rank"])
+            self.log.info(f"note: the host{where} works {host:.0%} of the time, and its GPU waits: {self.host_hint}")
+            self.host_hint = ""
 
     def _shares(self, sums: ReportSums) -> dict[str, float]:
         """Returns the longest wait for data, and the most work of a host, as shares of the time, each with its rank."""

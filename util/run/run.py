@@ -189,9 +189,11 @@ class Run:
         dataset: AddressedDataset,
         schedule: RunSchedule,
         facts: RunFacts,
+        captures_steps: bool = False,
     ) -> Training:
         """Returns what trains the model, after it has restored model and optimizer if there is a checkpoint.
 
+        captures_steps: launch steps as CUDA graphs.
         ValueError if flags or data have changed in a way that changes the results, unless --allow_changes.
         """
         self.watchdog.begin_phase("checkpoint")
@@ -205,7 +207,7 @@ class Run:
         elif self.encoder is not None:
             self.note(*self.encoder.notes_on_optimizer(type(optimizer).__name__))
         self.watchdog.begin_phase("training")
-        return Training(self, model, optimizer, dataset, schedule, info, state)
+        return Training(self, model, optimizer, dataset, schedule, info, state, captures_steps)
 
     def describe(
         self, images: Any, optimizer: torch.optim.Optimizer, schedule: RunSchedule, facts: RunFacts

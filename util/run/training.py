@@ -34,6 +34,7 @@ from util.run.loop import TrainLoop
 from util.run.profile import Profile
 from util.run.saving import CheckpointSaver
 from util.run.shard import wrap_model
+from util.run.step_graphs import StepGraphs
 from util.run.supervise import BETWEEN, Stopped, StopSignal
 from util.text import count_of
 
@@ -83,6 +84,7 @@ class Training:
         schedule: RunSchedule,
         info: CheckpointInfo,
         state: dict[str, Any] | None,
+        captures_steps: bool,
     ) -> None:
         """Opens the log and wraps the model. state: of the checkpoint that is resumed, see `Checkpoint.training`."""
         args = run.args
@@ -110,6 +112,9 @@ class Training:
         self.stop = StopSignal(process.device)
         self.bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info)
         cores = cores_per_process(process.local_world_size)
+        graphs: StepGraphs | None = None
+        if captures_steps:
+            graphs = StepGraphs(optimizer, process.device)
         normalize = Normalize(info.settings["mean"], info.settings["std"], self.images.pixel_format)
         self.loop = TrainLoop(
             parameters=[p for p in self.wrapped.parameters() if p.requires_grad],
@@ -128,6 +133,7 @@ class Training:
             data_hint=data_hint(self.images, plan.num_workers, cores, plan.device),
             watchdog=self.watchdog,
             stop=self.stop,
+            graphs=graphs,
             listener=self,
             hosts=collectives.gather_objects(socket.gethostname()),
         )
