@@ -7,7 +7,7 @@ The same command again resumes the run at the step of its newest good checkpoint
 """
 
 import argparse
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from frameworks.registry import CLASS_OF, MODELS, build_model, check_own_flags, 
 from prmim import AGGREGATION, SAMPLING, SpatialAggregation
 from recipes import RECIPES
 from util import collectives
-from util.costs import forward_gmac
+from util.costs import fitting_images, forward_gmac
 from util.data.datasets import AddressedDataset
 from util.data.images import evenly_spaced, note_on_small_images
 from util.data.open import open_everywhere
@@ -345,7 +345,7 @@ class FirstShapes:
     def is_due(self) -> bool:
         """Whether this start has not run them yet."""
         loop = self.training.loop
-        is_wanted = self.training.args.compile or self.growing is not None
+        is_wanted = self.training.plan.compile or self.growing is not None
         return is_wanted and not self.have_run and loop.step < loop.last_step
 
     def is_done(self) -> bool:
@@ -461,15 +461,11 @@ def check_capture(args: argparse.Namespace, plan: Plan, model: Framework) -> Non
         raise ValueError(f"--cuda_graph needs batches of one shape, which those of --model {args.model} are not")
 
 
-def images_per_gb(args: argparse.Namespace) -> int:
-    """Returns how many images a GPU takes by default for each GB of its memory: MAE's ViT-L needs 90 MB for each.
-
-    0, which leaves the general default, for larger images, and where the size of a micro-batch changes the results.
-    """
-    is_large = args.input_size is not None and max(args.input_size) > 224
-    if is_large or CLASS_OF[args.model].shared_visible:
-        return 0
-    return 8
+def fitting_batch(args: argparse.Namespace) -> Callable[[int, str], int] | None:
+    """Returns what says how many images fit a GPU. None where the size of a micro-batch changes the results."""
+    if CLASS_OF[args.model].shared_visible:
+        return None
+    return partial(fitting_images, vars(args), build_model)
 
 
 def main(argv: Sequence[str] | None = None) -> bool:
@@ -477,7 +473,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
     parser, args = parse_args(argv)
     check = partial(check_flags, given=flags_given(parser, argv))
     with Run.begin(
-        PROGRAM, parser, args, argv, check=check, encoder_flag="pretrained", images_per_gb=images_per_gb(args)
+        PROGRAM, parser, args, argv, check=check, encoder_flag="pretrained", fitting_batch=fitting_batch(args)
     ) as run:
         images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
         val_images, notes = monitor.open_queries(args, images)

@@ -78,7 +78,7 @@ def make_parser(program: str, description: str | None, defaults: Mapping[str, ob
     add_run_flags(groups["run"], unit="iterations")
     parser.set_changes(epochs="nothing")  # it follows from the data and --num_iters
     # By default every image must be readable. Shared code reads `dataset`, `loader` and `min_lr`.
-    parser.set_defaults(max_bad_fraction=0.0, dataset="folder", loader="fast", min_lr=0.0)
+    parser.set_defaults(max_bad_fraction=0.0, dataset="folder", loader="fast", min_lr=0.0, compile=False)
     parser.set_defaults(**defaults)
     return parser, groups
 

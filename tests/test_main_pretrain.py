@@ -578,7 +578,7 @@ def test_a_step_that_cannot_be_captured_is_refused(flags, need):
     device = "cuda" if args.device == "cuda" else "cpu"
     plan = Plan(8, 1, 8, 1e-3, 0, device, precision)
     if need is None:
-        main_pretrain.check_flags(args, plan)
+        main_pretrain.check_flags(args, plan, set())
         return
     with pytest.raises(ValueError, match=f"--cuda_graph needs {need}"):
-        main_pretrain.check_flags(args, plan)
+        main_pretrain.check_flags(args, plan, set())

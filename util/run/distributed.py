@@ -119,10 +119,17 @@ def gpu_index(local_rank: int, environment: Mapping[str, str]) -> int:
 
 
 def gpu_memory(device: torch.device) -> int:
-    """Returns the memory of a GPU in GB, or 0 for a CPU."""
+    """Returns the bytes of a GPU's memory, or 0 for a CPU."""
     if device.type != "cuda":
         return 0
-    return round(torch.cuda.get_device_properties(device).total_memory / 1e9)
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def may_compile(flag: bool | None, device: str) -> bool:
+    """Whether a run may compile, as far as flags tell: --compile, which None leaves open, and --device."""
+    if flag is not None:
+        return flag
+    return device != "cpu" and torch.cuda.is_available()
 
 
 def memory_scalars(device: torch.device) -> dict[str, float]:

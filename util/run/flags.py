@@ -22,6 +22,9 @@ from util.run.distributed import PRECISIONS, Process, gpu_memory, precision
 from util.text import count_of
 
 MAX_DEFAULT = 512  # images of a micro-batch; not measured: more should make a GPU no faster
+# Steps of a schedule that is compiled by default. The first step takes up to 90 s more, each later one of ViT-B 25 ms
+# less (H100, 512 images).
+MIN_COMPILED_STEPS = 5000
 MAX_WORKERS = 32
 
 
@@ -41,8 +44,7 @@ def add_batch_flags(group: FlagGroup) -> None:
         type=int,
         at_least=1,
         help="images per process and micro-batch (default: 64; with --total_batch_size the largest that divides a "
-        "process's share, up to 64, or 512 for a linear probe; in pre-training on GPUs up to 8 for each GB of memory, "
-        "and up to 512)",
+        "process's share, up to 64, or 512 for a linear probe; in pre-training on GPUs up to 512 of those that fit)",
     )
     flag(
         "--accum_iter",
@@ -311,8 +313,8 @@ def add_device_flags(group: FlagGroup) -> None:
         "--compile",
         changes="rounding",
         action=boolean,
-        default=False,
-        help="compile the training step by torch.compile, block by block",
+        help="compile the training step by torch.compile, block by block (default: on a GPU with a C compiler, for "
+        f"schedules of {MIN_COMPILED_STEPS} steps or more)",
     )
     flag(
         "--dist_timeout",
@@ -406,20 +408,31 @@ class Plan:
     num_workers: int  # per process
     device: str  # "cpu" or "cuda"
     precision: str  # a key of PRECISIONS
+    compile: bool | None = None  # None: not decided yet, see `decide_compilation`
 
 
-def make_plan(args: argparse.Namespace, process: Process, default_batch_size: int = 64, images_per_gb: int = 0) -> Plan:
+def make_plan(
+    args: argparse.Namespace,
+    process: Process,
+    default_batch_size: int = 64,
+    fitting_batch: Callable[[int, str], int] | None = None,
+) -> Plan:
     """Checks the flags and computes what follows from them. ValueError if they cannot work together.
 
-    default_batch_size: largest micro-batch, if only the total is given. images_per_gb: more for the memory of the GPU.
-    All ranks must call it.
+    default_batch_size: largest micro-batch, if only the total is given. fitting_batch: returns how many images
+    fit a GPU, by its bytes and the precision; on GPUs up to MAX_DEFAULT of these are the largest. For all ranks.
     """
     check_flags(args)
     if args.shard and not dist.is_initialized():
         raise ValueError("--shard needs several processes: start with torchrun")
     if args.compile and process.device.type == "cuda":
         collectives.run_everywhere(refuse_without_compiler)
-    most = max(default_batch_size, min(MAX_DEFAULT, images_per_gb * least_memory(process)))
+    name = precision(args.precision, process.device).name
+    collectives.refuse_differences({"--precision": name}, "precision of the GPUs")
+    most = default_batch_size
+    memory = least_memory(process)
+    if memory and fitting_batch is not None and args.batch_size is None:
+        most = max(1, min(MAX_DEFAULT, fitting_batch(memory, name)))
     batch_size, accum_iter, total = split_batch(
         args.batch_size, args.accum_iter, args.total_batch_size, process.world_size, most
     )
@@ -427,13 +440,34 @@ def make_plan(args: argparse.Namespace, process: Process, default_batch_size: in
     if args.min_lr > lr:
         raise ValueError(f"--min_lr {args.min_lr:g} lies above the peak learning rate, {lr:g}: lower it")
     workers = num_workers(args, process)
-    name = precision(args.precision, process.device).name
-    collectives.refuse_differences({"--precision": name}, "precision of the GPUs")
-    return Plan(batch_size, accum_iter, total, lr, workers, process.device.type, name)
+    return Plan(batch_size, accum_iter, total, lr, workers, process.device.type, name, args.compile)
+
+
+def decide_compilation(plan: Plan, stored: bool | None, num_steps: int) -> bool:
+    """Whether a run compiles: as its flag says, else as an earlier start did, else if its length pays for it on a GPU.
+
+    stored: what the checkpoint to resume says; compiled code draws other random numbers. num_steps: of the schedule.
+    The ranks, which must all call it, decide alike.
+    """
+    if plan.compile is not None:
+        return plan.compile
+    is_wanted = stored
+    if stored is None:
+        is_wanted = num_steps >= MIN_COMPILED_STEPS
+    if not is_wanted or plan.device != "cuda":
+        return False
+    return not any(collectives.gather_objects(missing_for_compiler()))
 
 
 def refuse_without_compiler() -> None:
-    """ValueError if Triton, which --compile uses on GPUs, finds no C compiler or not Python's header."""
+    """ValueError if a GPU's code cannot be compiled here."""
+    missing = missing_for_compiler()
+    if missing:
+        raise ValueError(f"--compile needs {' and '.join(missing)} on a GPU, or leave out --compile")
+
+
+def missing_for_compiler() -> list[str]:
+    """Returns what Triton, which compiles for GPUs, does not find: a C compiler, Python's header."""
     missing = []
     if not ("CC" in os.environ or shutil.which("gcc") or shutil.which("clang")):
         missing.append("a C compiler (install gcc, or set CC)")
@@ -442,12 +476,11 @@ def refuse_without_compiler() -> None:
         scheme = "posix_prefix"
     if not os.path.isfile(os.path.join(sysconfig.get_path("include", scheme), "Python.h")):
         missing.append("Python.h (install python3-dev, or use the Python of uv or conda)")
-    if missing:
-        raise ValueError(f"--compile needs {' and '.join(missing)} on a GPU, or leave out --compile")
+    return missing
 
 
 def least_memory(process: Process) -> int:
-    """Returns the memory of the smallest of all processes' GPUs in GB, since all take the same batch; 0 on CPUs."""
+    """Returns the memory of the smallest of all processes' GPUs, since all take the same batch; 0 on CPUs."""
     return min(collectives.gather_objects(gpu_memory(process.device)))
 
 

@@ -327,7 +327,7 @@ class Start:
 
 def join_processes(parser: Parser, args: argparse.Namespace) -> distributed.Process:
     """Joins the process group. ValueError on all ranks if they were started with other flags, code or torch."""
-    minutes = collective_timeout(args.dist_timeout, args.compile)
+    minutes = collective_timeout(args.dist_timeout, distributed.may_compile(args.compile, args.device))
     process = distributed.init_process(args.device, minutes, max(60, args.dist_timeout))
     refuse_different_starts(parser, args)
     return process

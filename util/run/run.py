@@ -26,9 +26,9 @@ from util.run import checkpoint
 from util.run.check_nodes import check_nodes
 from util.run.checkpoint import CheckpointInfo, DataInfo, EncoderSource, RunInfo
 from util.run.cli import Parser, flags_chosen
-from util.run.distributed import Process
+from util.run.distributed import Process, may_compile
 from util.run.errors import SetUp, exit_on_setup_errors
-from util.run.flags import Plan, RunSchedule, changes_of_flags, make_plan
+from util.run.flags import Plan, RunSchedule, changes_of_flags, decide_compilation, make_plan
 from util.run.folder import Start, enter_folder, join_processes
 from util.run.resume import (
     choose_encoder,
@@ -93,22 +93,22 @@ class Run:
         check: Callable[[argparse.Namespace, Plan], None],
         encoder_flag: str,
         default_batch_size: int = 64,
-        images_per_gb: int = 0,
+        fitting_batch: Callable[[int, str], int] | None = None,
     ) -> Iterator["Run"]:
         """Joins the processes, checks the flags, takes the folder and finds out what to resume.
 
         Errors of the user inside this context end the program with one paragraph and an exit code (`util.run.errors`).
-        check: refuses the program's own flags before the folder is touched. default_batch_size, images_per_gb: see
+        check: refuses the program's own flags before the folder is touched. default_batch_size, fitting_batch: see
         `make_plan`.
         """
         start: Start | None = None
         try:
             with exit_on_setup_errors(parser) as set_up:
                 process = join_processes(parser, args)
-                patience = first_timeout(args.dist_timeout, args.compile)
+                patience = first_timeout(args.dist_timeout, may_compile(args.compile, args.device))
                 with Watchdog(args.dist_timeout, patience, process.rank, Path(args.output_dir)) as watchdog:
                     watchdog.begin_phase("output folder")
-                    plan = make_plan(args, process, default_batch_size, images_per_gb)
+                    plan = make_plan(args, process, default_batch_size, fitting_batch)
                     check(args, plan)
                     if process.is_main:
                         set_up.handle_signals()
@@ -198,6 +198,9 @@ class Run:
         """
         self.watchdog.begin_phase("checkpoint")
         collectives.refuse_differences(facts.files, "model")
+        stored = None if self.resumed is None else self.resumed.settings.get("compile")
+        compiles = decide_compilation(self.plan, stored, schedule.num_steps)
+        self.plan = replace(self.plan, compile=compiles)
         info = self.describe(dataset.images, optimizer, schedule, facts)
         num_bytes = checkpoint_bytes(model, optimizer)
         self.note(*collectives.run_on_rank0(lambda: check_space(self.start, schedule, self.first_step, num_bytes)))

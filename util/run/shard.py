@@ -28,6 +28,7 @@ from util import attention
 from util.collectives import all_reduce_sum
 from util.lazy import LazyModule
 from util.run.distributed import PRECISIONS, Process
+from util.run.flags import Plan
 from util.run.supervise import collective_timeout
 
 fsdp = LazyModule("torch.distributed.fsdp")
@@ -56,11 +57,10 @@ def wrap_model(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     args: argparse.Namespace,
-    precision: str,
-    accum_iter: int,
+    plan: Plan,
     process: Process,
 ) -> nn.Module:
-    """Applies --attention, --recompute, --compile and --shard, then wraps the model in DDP if there are several ranks.
+    """Applies --attention, --recompute, compilation and --shard, then wraps the model in DDP if there are several.
 
     Returns the module to call. Parameters of `optimizer` are replaced by their shards.
     """
@@ -68,10 +68,11 @@ def wrap_model(
     if args.recompute or args.recompute_pointwise:
         recompute_blocks(model, pointwise_only=not args.recompute)
     if args.shard:
-        minutes = collective_timeout(args.dist_timeout, args.compile)
-        shard(model, optimizer, process.device, PRECISIONS[precision], args.compile, minutes, args.reshard)
+        compiles = bool(plan.compile)
+        minutes = collective_timeout(args.dist_timeout, compiles)
+        shard(model, optimizer, process.device, PRECISIONS[plan.precision], compiles, minutes, args.reshard)
         return model
-    if args.compile:
+    if plan.compile:
         compile_parts(model)
     if process.world_size == 1:
         return model
@@ -80,7 +81,7 @@ def wrap_model(
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
         sync_buffers = "forward_sync_buffers"
     # With accumulation some backward passes do not all-reduce, which a static graph does not allow.
-    is_static = accum_iter == 1
+    is_static = plan.accum_iter == 1
     return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=is_static, **{sync_buffers: False})
 
 

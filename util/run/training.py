@@ -107,7 +107,7 @@ class Training:
         if not run.start.continues_here:
             run.note(*collectives.run_on_rank0(lambda: set_aside_earlier_run(run.output_dir)))
         self.log = RunLog(run.output_dir, run.first_step, last_step, process.is_main, schedule.steps_per_epoch)
-        self.wrapped = wrap_model(model, optimizer, args, plan.precision, plan.accum_iter, process)
+        self.wrapped = wrap_model(model, optimizer, args, plan, process)
         self.watchdog = run.watchdog
         self.stop = StopSignal(process.device)
         self.bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info)
@@ -171,8 +171,8 @@ class Training:
         self.note(*self.run.notes, *self.images.notes)
         if plan.device == "cuda" and torch.cuda.device_count() > 1 and self.process.world_size == 1:
             self.note(f"note: 1 of {torch.cuda.device_count()} GPUs is used; torchrun --nproc_per_node uses more")
-        if self.args.compile:
-            self.note("note: the first step compiles the model; nothing is reported before")
+        if plan.compile:
+            self.note("note: the first step compiles the model, and nothing is reported before (--no-compile)")
 
     def train(
         self,

@@ -9,10 +9,18 @@ import torch
 
 import main_finetune
 import main_pretrain
+from tests.runs import pretrain
 from util import cores as cores_module
-from util.run import flags
+from util.run import flags, run
 from util.run.distributed import Process
-from util.run.flags import make_plan, num_workers, schedule_by_epochs
+from util.run.flags import (
+    MIN_COMPILED_STEPS,
+    Plan,
+    decide_compilation,
+    make_plan,
+    num_workers,
+    schedule_by_epochs,
+)
 
 
 def plan_of(flags, world_size):
@@ -40,19 +48,23 @@ def test_the_batch_size_of_a_process_fits_the_total_by_itself(flags, world_size,
     ("command", "memory", "expected"),
     [
         ("--total_batch_size 4096", [150, 150, 150, 150], (512, 2)),
-        ("--total_batch_size 4096", [85, 42, 85, 85], (256, 4)),  # of the smallest GPU
+        ("--total_batch_size 4096", [85, 16, 85, 85], (256, 4)),  # of the smallest GPU
         ("--total_batch_size 4096", [6, 6, 6, 6], (64, 16)),
+        ("--total_batch_size 4096 --model mae_vit_huge_patch14 --throw_ratio 0", [80, 80, 80, 80], (256, 4)),
+        ("--total_batch_size 4096 --model mae_vit_huge_patch14", [24, 24, 24, 24], (64, 16)),
         ("--total_batch_size 4096 --batch_size 128", [150, 150, 150, 150], (128, 8)),
-        ("--total_batch_size 4096 --input_size 448", [150, 150, 150, 150], (64, 16)),
+        ("--total_batch_size 4096 --input_size 448", [150, 150, 150, 150], (512, 2)),
+        ("--total_batch_size 4096 --input_size 448 --precision fp32", [80, 80, 80, 80], (128, 8)),
         ("--total_batch_size 4096 --model greenmim_swin_base_patch4_window7", [150, 150, 150, 150], (64, 16)),
         ("", [150, 150, 150, 150], (64, 1)),  # no total: the micro-batch decides the results
     ],
 )
 def test_a_pretraining_on_gpus_takes_micro_batches_that_fill_them(monkeypatch, command, memory, expected):
     _, args = main_pretrain.parse_args(command.split())
-    monkeypatch.setattr(flags, "least_memory", lambda process: min(memory))
+    monkeypatch.setattr(flags, "least_memory", lambda process: min(memory) * 10**9)
+    monkeypatch.setattr(flags, "precision", lambda name, _: SimpleNamespace(name=name.replace("auto", "bf16")))
     process = Process(torch.device("cpu"), world_size=4)
-    plan = make_plan(args, process, images_per_gb=main_pretrain.images_per_gb(args))
+    plan = make_plan(args, process, fitting_batch=main_pretrain.fitting_batch(args))
     assert (plan.batch_size, plan.accum_iter) == expected
 
 
@@ -114,12 +126,45 @@ def test_what_compilation_on_a_gpu_needs(tmp_path, monkeypatch, programs, enviro
     gpu = Process(torch.device("cuda"))
     args = main_pretrain.get_args_parser().parse_args(["--compile"])
     monkeypatch.setattr(flags, "precision", lambda *_: SimpleNamespace(name="bf16"))
-    monkeypatch.setattr(flags, "gpu_memory", lambda device: 80)
+    monkeypatch.setattr(flags, "gpu_memory", lambda device: 80 * 10**9)
     if missing is None:
         assert make_plan(args, gpu).device == "cuda"
         return
     with pytest.raises(ValueError, match=re.escape(missing)):
         make_plan(args, gpu)
+
+
+@pytest.mark.parametrize(
+    ("flag", "stored", "steps", "device", "missing", "expected"),
+    [
+        (None, None, MIN_COMPILED_STEPS, "cuda", [], True),
+        (None, None, MIN_COMPILED_STEPS - 1, "cuda", [], False),
+        (None, None, 10**6, "cpu", [], False),
+        (None, None, 10**6, "cuda", ["a C compiler"], False),  # of another node, too
+        (None, False, 10**6, "cuda", [], False),  # the run has begun so
+        (None, True, 10, "cuda", [], True),
+        (None, True, 10**6, "cpu", [], False),
+        (True, False, 10, "cpu", [], True),
+        (False, True, 10**6, "cuda", [], False),
+    ],
+)
+def test_long_runs_on_gpus_compile_unless_a_flag_says_otherwise(
+    monkeypatch, flag, stored, steps, device, missing, expected
+):
+    monkeypatch.setattr(flags, "missing_for_compiler", list)
+    monkeypatch.setattr(flags.collectives, "gather_objects", lambda found: [found, missing])
+    plan = Plan(8, 1, 16, 1e-3, 0, device, "bf16", flag)
+    assert decide_compilation(plan, stored, steps) is expected
+
+
+def test_a_resumed_run_keeps_what_was_decided(photos, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "decide_compilation", lambda plan, stored, steps: bool(plan.compile))
+    pretrain(photos, tmp_path, "--max_steps", 1)
+    asked = []
+    monkeypatch.setattr(run, "decide_compilation", lambda plan, stored, steps: asked.append((stored, steps)) or False)
+    pretrain(photos, tmp_path)
+    assert asked == [(False, 6)]
+    assert "--compile was" not in capsys.readouterr().out
 
 
 @pytest.mark.fault("F5", "processes that cannot share the total batch", "refused, with the numbers")
