@@ -6,9 +6,9 @@
 A block of width D on T tokens computes 12 T D^2 + 2 T^2 D multiply-adds, and moves and keeps T D values times the
 constants below. The bound is a roofline: FLOPs / rate of large matrix products, plus bytes / rate of large copies, plus
 the update of the weights. The expected step is longer by the factors that ViT-B's step had on an H100, and at least as
-long as the host needs to launch it there. It says how long the GPUs work. Images may come more slowly: days are given with each GPU's cores decoding JPEGs in full
-size, and decoding shards that `pack_dataset.py --quality 90` has written, and say which of the two is the limit.
-Communication is left out.
+long as the host needs to launch it there. It says how long the GPUs work. Images may come more slowly: days are given
+with each GPU's cores decoding JPEGs in full size, and decoding shards that `pack_dataset.py --quality 90` has written,
+and say which of the two is the limit. Communication is left out.
 """
 
 import sys
@@ -193,8 +193,8 @@ def predict(
 
 def markdown(rows: Sequence[dict[str, Any]], cores: int) -> str:
     """The rows as a table, below a line that says what they are."""
-    titles = ["recipe", "ρ_d", "GPUs", "code", "micro-batch", "peak GB", "largest", "bound ms", "host ms", "expected ms"]
-    titles += ["images/s", "days", "days from JPEGs", "days from q90 shards"]
+    titles = ["recipe", "ρ_d", "GPUs", "code", "micro-batch", "peak GB", "largest"]
+    titles += ["bound ms", "host ms", "expected ms", "images/s", "days", "days from JPEGs", "days from q90 shards"]
     lines = []
     for row in rows:
         cells = [row["recipe"], row["throw_ratio"], f"{row['gpus']} x {row['device']}", row["code"]]
