@@ -2,6 +2,7 @@
 
     python scripts/profile_pretrain.py mae_vit_base_100ep prmim50_vit_base_100ep
     python scripts/profile_pretrain.py mae_vit_base_100ep prmim50_vit_base_100ep --compile --batch_size 512 --csv c.csv
+    python scripts/profile_pretrain.py mae_vit_base_100ep --peers transformers --batch_size 512
 
 A step is that of main_pretrain.py (bytes to floats, forward, backward, gradient norm, AdamW) on one batch of random
 images. After its first steps each recipe is timed once, then all in turn. Columns:
@@ -11,17 +12,21 @@ saved_mb     MB an image that the forward pass keeps for the backward pass, of t
 peak_mb      most MB that the tensors of the step hold at once, on a GPU
 ms           median time of a step
 ..._ratio    the same, relative to the first recipe
+
+--peers adds the step of another library's ViT-B, by its own code, in the same precision and with the same AdamW.
+--kernels writes how long each kernel of a GPU takes in one step.
 """
 
 import argparse
 import gc
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -37,6 +42,7 @@ from util.run.distributed import PRECISIONS, precision
 from util.run.logging import RunLog
 from util.run.loop import TrainLoop
 from util.run.shard import compile_parts
+from util.run.step_graphs import WARM_UP, StepGraphs
 from util.run.supervise import StopSignal
 from util.tables import markdown_table, write_csv
 
@@ -45,7 +51,9 @@ DIGITS = {"gmac": 3, "saved_mb": 1, "peak_mb": 1, "ms": 1}  # of the costs in th
 COSTS = tuple(DIGITS)
 COLUMNS = ["recipe", "model", "throw_ratio", "parameters", *COSTS, "images_per_second"]
 COLUMNS += [*(f"{cost}_ratio" for cost in COSTS), "batch_size", "rounds", "device", "precision", "torch"]
-COLUMNS += ["attention", "compile", "steps"]
+COLUMNS += ["attention", "compile", "cuda_graph", "steps"]
+PEERS = ("transformers",)
+KERNEL_COLUMNS = ["recipe", "kernel", "calls", "ms"]
 NEVER = 2**62  # steps: no report falls into a measurement
 
 
@@ -66,6 +74,7 @@ class Step:
             learning_rate=lambda step, lr_scale: 1e-4,
             log=RunLog("", 0, 0, enabled=False),
             stop=StopSignal(device),
+            graphs=StepGraphs(optimizer, device) if args.cuda_graph else None,
             images_per_step=args.batch_size,
             steps_per_epoch=NEVER,
             last_step=NEVER,
@@ -96,6 +105,63 @@ class Step:
         return (self.saved_bytes(4) - self.saved_bytes(2)) / 2e6
 
 
+class TransformersStep:
+    """The step of Transformers' MAE with ViT-B, with fused AdamW, on random normalised images."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        from transformers import ViTMAEConfig, ViTMAEForPreTraining
+
+        self.model = ViTMAEForPreTraining(ViTMAEConfig(norm_pix_loss=True)).to(device).train()
+        self.precision = precision(args.precision, device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.imgs = torch.randn(args.batch_size, 3, 224, 224, device=device)
+
+    def __call__(self) -> None:
+        """Runs one training step."""
+        with self.precision.autocast():
+            loss = self.model(self.imgs).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def measure_peer(args: argparse.Namespace, device: torch.device) -> tuple[Row, TransformersStep]:
+    """Returns (the row of Transformers' step without its time, the step, which has run)."""
+    held_by_others = 0
+    if device.type == "cuda":
+        held_by_others = torch.cuda.memory_allocated()
+    step = TransformersStep(args, device)
+    row: Row = dict.fromkeys(COLUMNS)
+    row["recipe"] = "Transformers' ViTMAEForPreTraining"
+    row["throw_ratio"] = 0.0
+    row["parameters"] = sum(p.numel() for p in step.model.parameters() if p.requires_grad) / 1e6
+    warm_up(row, step, 2, held_by_others, device)
+    describe(row, args, device, step.precision.name)
+    row["compile"] = False
+    row["cuda_graph"] = False
+    return row, step
+
+
+def warm_up(row: Row, step: Callable[[], None], number: int, held_by_others: int, device: torch.device) -> None:
+    """Makes the first steps, and measures the memory of the last of them. held_by_others: bytes on the device."""
+    for _ in range(number):  # makes the optimizer's state, and chooses kernels
+        step()
+    row["peak_mb"] = None
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        row["peak_mb"] = (torch.cuda.max_memory_allocated() - held_by_others) / 1e6
+
+
+def describe(row: Row, args: argparse.Namespace, device: torch.device, precision_name: str) -> None:
+    """Adds how a row is measured."""
+    for name in ("batch_size", "attention", "compile", "cuda_graph", "steps"):
+        row[name] = getattr(args, name)
+    row["precision"] = precision_name
+    row["device"] = costs.device_name(device)
+    row["torch"] = torch.__version__
+
+
 def measure(settings: dict[str, Any], args: argparse.Namespace, device: torch.device) -> tuple[Row, Step]:
     """Measures all but the time of one recipe. Returns (its row, its step, which has run)."""
     row: Row = {name: settings[name] for name in ("recipe", "model", "throw_ratio")}
@@ -109,19 +175,25 @@ def measure(settings: dict[str, Any], args: argparse.Namespace, device: torch.de
     row["saved_mb"] = step.saved_mb()
     if args.compile:
         compile_parts(step.model)
-    for _ in range(2):  # makes the optimizer's state, and chooses kernels
-        step()
-    row["peak_mb"] = None
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        row["peak_mb"] = (torch.cuda.max_memory_allocated() - held_by_others) / 1e6
-    for name in ("batch_size", "attention", "compile", "steps"):
-        row[name] = getattr(args, name)
-    row["precision"] = step.precision.name
-    row["device"] = costs.device_name(device)
-    row["torch"] = torch.__version__
+    warm_up(row, step, WARM_UP - 1, held_by_others, device)
+    if args.cuda_graph:
+        step()  # captures
+    describe(row, args, device, step.precision.name)
     return row, step
+
+
+def kernel_times(rows: Sequence[Row], steps: Sequence[Callable[[], None]]) -> list[Row]:
+    """Returns how long each kernel takes in one step of each recipe, the longest first."""
+    found = []
+    for row, step in zip(rows, steps, strict=True):
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            step()
+            torch.cuda.synchronize()
+        kernels = sorted(trace.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
+        for kernel in kernels:
+            milliseconds = kernel.self_device_time_total / 1e3
+            found.append({"recipe": row["recipe"], "kernel": kernel.key, "calls": kernel.count, "ms": milliseconds})
+    return found
 
 
 def add_times(rows: Sequence[Row], times: Sequence[Sequence[float]]) -> None:
@@ -133,7 +205,7 @@ def add_times(rows: Sequence[Row], times: Sequence[Sequence[float]]) -> None:
         row["rounds"] = len(seconds)
         for cost in COSTS:
             row[f"{cost}_ratio"] = None
-            if row[cost] is not None:
+            if row[cost] is not None and rows[0][cost] is not None:
                 row[f"{cost}_ratio"] = row[cost] / rows[0][cost]
 
 
@@ -155,6 +227,8 @@ def markdown(rows: Sequence[Row]) -> str:
     caption = how.format(**rows[0])
     if rows[0]["compile"]:
         caption += ", compiled"
+    if rows[0]["cuda_graph"]:
+        caption += ", as CUDA graphs"
     return f"{caption}\n\n{markdown_table([*titles, 'images/s'], lines)}\n"
 
 
@@ -178,6 +252,14 @@ def get_parser() -> Parser:
     flag("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, else fp32")
     flag("--attention", default="auto", choices=("auto", *KERNELS), help="preferred kernel")
     flag("--compile", action=argparse.BooleanOptionalAction, default=False, help="compile the steps that are timed")
+    flag(
+        "--cuda_graph",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="launch the steps that are timed as CUDA graphs",
+    )
+    flag("--peers", nargs="*", default=[], choices=PEERS, help="also time the steps of other libraries, eager")
+    flag("--kernels", type=Path, help="write the time of each of a GPU's kernels in a step to this CSV file")
     flag("--csv", type=Path, help="write unrounded numbers to this file, after each recipe and round")
     flag("--markdown", type=Path, help="write the printed table to this file, after each recipe and round")
     return parser
@@ -192,23 +274,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     with user_errors(parser):
         if args.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda, but there is no CUDA device")
+        if args.device != "cuda" and (args.cuda_graph or args.kernels):
+            raise ValueError("--cuda_graph and --kernels need a GPU: leave them out")
         prepare_file("--csv", args.csv)
+        prepare_file("--kernels", args.kernels)
         prepare_file("--markdown", args.markdown)
     device = torch.device(args.device)
     prefer(args.attention, device)
     torch.backends.cudnn.benchmark = True  # as in main_pretrain.py
     rows: list[Row] = []
-    steps: list[Step] = []
+    steps: list[Callable[[], None]] = []
     times: list[list[float]] = []
     try:
-        for name in args.recipes:
+        for name in (*args.recipes, *args.peers):
             print(f"{name}: counts and first steps", flush=True)
-            settings = vars(parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", name]))
-            row, step = measure(settings, args, device)
+            step: Callable[[], None]
+            if name in PEERS:
+                row, step = measure_peer(args, device)
+            else:
+                settings = vars(parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", name]))
+                row, step = measure(settings, args, device)
             rows.append(row)
             steps.append(step)
             times.append([costs.seconds_of(step, device, args.steps)])
             write_tables(rows, times, args)  # if the next recipe takes too long, this one has a row
+        if args.kernels:
+            write_csv(args.kernels, KERNEL_COLUMNS, kernel_times(rows, steps))
         for i in range(args.rounds - 1):
             for seconds, time in zip(times, costs.time_round(steps, device, i, args.steps), strict=True):
                 seconds.append(time)

@@ -18,7 +18,7 @@ import main_pretrain
 from encoders.window_groups import WindowGrouper
 from frameworks import models_greenmim_pr, registry
 from scripts.export import export
-from tests.runs import assert_same_state, finetune, finish, pretrain, reports, reports_without_times, state
+from tests.runs import assert_same_state, finetune, finish, losses, pretrain, reports, reports_without_times, state
 from tests.warm import run_by_torchrun
 from util.data import open as open_data
 from util.data.images import FolderImages
@@ -582,3 +582,17 @@ def test_a_step_that_cannot_be_captured_is_refused(flags, need):
         return
     with pytest.raises(ValueError, match=f"--cuda_graph needs {need}"):
         main_pretrain.check_flags(args, plan, set())
+
+
+@pytest.mark.gpu
+def test_a_captured_run_hears_a_signal_resumes_and_gives_the_bits_of_a_plain_one(photos, tmp_path, before_step):
+    flags = ("--device", "cuda", "--precision", "bf16", "--epochs", 7, "--accum_iter", 2, "--batch_size", 4)
+    flags = (*flags, "--drop_path", 0.1, "--no-compile", "--picture_every", 0)
+    expected = pretrain(photos, tmp_path / "plain", *flags)
+    before_step(10, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    command = pretrain.command(photos, tmp_path / "out", *flags, "--cuda_graph")
+    assert main_pretrain.main(command) is False
+    assert 10 < state(tmp_path / "out")["meta"]["step"] < 21
+    assert main_pretrain.main(command) is True
+    assert_same_state(state(tmp_path / "out"), expected)
+    assert losses(tmp_path / "out") == losses(tmp_path / "plain")

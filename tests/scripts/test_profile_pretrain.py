@@ -43,6 +43,7 @@ def row_of(recipe, throw_ratio, gmac, saved_mb):
         "torch": "2",
         "attention": "auto",
         "compile": True,
+        "cuda_graph": False,
         "steps": 5,
     }
 
@@ -199,12 +200,14 @@ def test_the_gpu_benchmark_s_commands_are_understood(tmp_path, monkeypatch):
             assert args.csv
             assert args.markdown
             assert args.steps == 5
-            profiles.append((len(args.recipes), args.recipes[0], args.compile, args.batch_size))
+            how = (args.compile, args.cuda_graph, args.attention)
+            profiles.append((len(args.recipes), args.recipes[0], *how, args.batch_size))
     assert profiles == [
-        (2, "prmim50_vit_base_100ep", True, 512),
-        (1, "prmim50_vit_base_100ep", True, 512),
-        (7, "mae_vit_base_100ep", False, 512),
-        (3, "mae_vit_large_100ep", False, 256),
+        (2, "prmim50_vit_base_100ep", True, True, "short", 512),
+        (2, "prmim50_vit_base_100ep", True, False, "short", 512),
+        (2, "prmim50_vit_base_100ep", True, False, "flash", 512),
+        (7, "mae_vit_base_100ep", False, False, "auto", 512),
+        (3, "mae_vit_large_100ep", False, False, "auto", 256),
     ]
 
 

@@ -96,9 +96,11 @@ def make_capture(device: torch.device) -> Callable[[Callable[[], None]], Replay]
     that is not the default one. Autograd adds a gradient on the stream where it met the parameter first, so that stream
     is that of all steps from now on.
     """
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    torch.cuda.set_stream(stream)
+    stream = torch.cuda.current_stream(device)
+    if stream == torch.cuda.default_stream(device):
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        torch.cuda.set_stream(stream)
     pool = torch.cuda.graph_pool_handle()
 
     def capture(work: Callable[[], None]) -> Replay:
