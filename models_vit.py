@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from util.attention import self_attention, split_heads
 from util.lazy import LazyModule
 from util.pos_embed import height_and_width, position_table, table_for_grid
 
@@ -140,31 +141,20 @@ class PatchEmbed(nn.Module):
         return F.linear(patches, weight, self.proj.bias)
 
 
-def split_heads(qkv: Tensor, num_heads: int) -> list[Tensor]:
-    """Splits the output of a qkv layer [..., T, 3 C] into queries, keys and values, three views [..., heads, T, d].
-
-    The tensor is unbound before it is transposed, so the backward pass packs the three gradients in one copy. ViTs
-    usually permute first. Their backward pass then stacks the gradients and copies the result into the layer's layout.
-    """
-    qkv = qkv.unflatten(-1, (3, num_heads, -1))  # [..., T, 3, heads, d]
-    return [x.transpose(-3, -2) for x in qkv.unbind(-3)]
-
-
 class Attention(nn.Module):
-    """Multi-head self-attention on torch's fused kernel."""
+    """Multi-head self-attention on a fused kernel, see `util.attention`."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"width {dim} does not divide into {num_heads} heads")
         self.num_heads = num_heads
+        self.plain_heads = (num_heads, dim // num_heads)  # number and width, for `util.run.shard.choose_attention`
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = split_heads(self.qkv(x), self.num_heads)  # each [B, heads, T, d]
-        x = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(x.transpose(1, 2).flatten(2))
+        return self.proj(self_attention(self.qkv(x), self.num_heads))
 
     def cls_attention(self, x: Tensor) -> Tensor:
         """Returns how much the first token of x [B, 1 + n, C] attends to the others, [B, heads, n]."""

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from downstream.segmentation.models import UPerNet
@@ -8,10 +9,13 @@ from encoders.models_swin import swin_micro_patch4_window4
 from models_vit import Block
 from tests.test_framework_contract import a_batch, build
 from util import attention
-from util.attention import KERNELS, biased_attention, prefer
+from util.attention import CHOICES, KERNELS, biased_attention, prefer, self_attention
 from util.costs import saved_bytes
+from util.run import shard
+from util.run.distributed import PRECISIONS
 
 CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +53,7 @@ def is_cudnn_used():
     return torch.backends.cuda.cudnn_sdp_enabled()
 
 
-@pytest.mark.parametrize("name", ["auto", *KERNELS])
+@pytest.mark.parametrize("name", CHOICES)
 def test_cudnns_kernel_is_off_unless_it_is_preferred(name, monkeypatch):
     used_with_bias = []
     monkeypatch.replace_in(
@@ -96,8 +100,9 @@ def test_every_bias_is_aligned_for_the_memory_efficient_kernel(name, dtype, monk
     batch = a_batch(model) if hasattr(model, "collator") else [torch.randn(2, 3, *model.img_size)]
     calls = []
 
-    def watched(q, k, v, attn_mask):
-        calls.append((attn_mask, torch._C._get_sdp_priority_order()))
+    def watched(q, k, v, attn_mask=None):
+        if attn_mask is not None:
+            calls.append((attn_mask, torch._C._get_sdp_priority_order()))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
 
     monkeypatch.replace_in(attention, "F.scaled_dot_product_attention", watched)
@@ -112,7 +117,7 @@ def test_every_bias_is_aligned_for_the_memory_efficient_kernel(name, dtype, monk
         assert list(order)[: len(expected_order)] == expected_order
 
 
-@pytest.mark.parametrize("name", ["auto", "math"])
+@pytest.mark.parametrize("name", ["auto", "short", "math"])
 def test_biased_attention_keeps_the_users_kernel_and_torchs_numbers(name):
     q, bias = a_query_and_a_bias()
     prefer(name, CPU)
@@ -126,3 +131,139 @@ def test_biased_attention_compiles_without_graph_breaks():
     q, bias = a_query_and_a_bias()
     compiled = torch.compile(biased_attention, fullgraph=True, backend="eager")
     assert torch.equal(compiled(q, q, q, bias), biased_attention(q, q, q, bias))
+
+
+class Run:
+    """`choose_attention` on two ranks that have GPUs of a capability. faults: what is wrong on each."""
+
+    def __init__(self, monkeypatch, capability=(9, 0), faults=(None, None)):
+        self.tested = []
+        self.notes = []
+        self.gathered = []
+        self.faults = faults
+        monkeypatch.replace_in(shard, "torch.cuda.get_device_capability", lambda device: capability)
+        monkeypatch.setattr(attention, "find_fault", self.find_fault)
+        monkeypatch.setattr(shard, "gather_objects", self.gather)
+
+    def find_fault(self, dtype, heads, device):
+        self.tested.append((dtype, heads, device))
+        return self.faults[0]
+
+    def gather(self, fault):
+        self.gathered.append(fault)
+        if fault == "":
+            return ["", ""]
+        return list(self.faults)
+
+    def choose(self, name="auto", precision="bf16", device=GPU, model=None):
+        model = model or build("MaskedAutoencoderViT")
+        shard.choose_attention(model, name, precision, device, self.notes.append)
+        return attention._short
+
+
+@pytest.mark.parametrize("name", ["auto", "short"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_short_attention_is_tested_for_the_heads_of_the_model_and_then_used(name, precision, monkeypatch):
+    run = Run(monkeypatch)
+    dtype = PRECISIONS[precision]
+    used = run.choose(name, precision)
+    [(tested_dtype, heads, device)] = run.tested
+    assert (tested_dtype, device, run.notes) == (dtype, GPU, [])
+    model = build("MaskedAutoencoderViT")
+    encoder = (model.blocks[0].attn.num_heads, model.embed_dim // model.blocks[0].attn.num_heads)
+    decoder = model.decoder.blocks[0].attn
+    assert heads == {encoder, (decoder.num_heads, decoder.proj.in_features // decoder.num_heads)}
+    assert used == {(dtype, *shape) for shape in heads}
+    prefer("auto", CPU)
+    assert not attention._short
+
+
+def test_the_heads_of_a_teacher_count(monkeypatch):
+    run = Run(monkeypatch)
+    model = build("TECViT")
+    teacher = model.teacher.blocks[0].attn
+    assert teacher.plain_heads in shard.plain_heads(model)
+    assert (torch.bfloat16, *teacher.plain_heads) in run.choose(model=model)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "device", "capability"),
+    [
+        ("auto", "bf16", CPU, (9, 0)),
+        ("auto", "fp32", GPU, (9, 0)),
+        ("auto", "bf16", GPU, (8, 0)),
+        ("flash", "bf16", GPU, (9, 0)),
+        ("math", "bf16", GPU, (9, 0)),
+    ],
+)
+def test_elsewhere_torchs_kernels_are_used_without_a_word(name, precision, device, capability, monkeypatch):
+    run = Run(monkeypatch, capability)
+    assert not run.choose(name, precision, device)
+    assert run.tested == run.notes == []
+    assert len(run.gathered) == int(capability == (8, 0))
+
+
+@pytest.mark.parametrize("name", ["SimMIMSwin", "GreenMIMSwin", "SimMIMViT"])
+def test_what_short_attention_cannot_serve_is_not_tested(name, monkeypatch):
+    """GreenMIM's decoder has no biases."""
+    run = Run(monkeypatch)
+    run.choose("short", model=build(name))
+    assert len(run.tested) == int(name == "GreenMIMSwin")
+
+
+@pytest.mark.parametrize(("precision", "device"), [("fp32", GPU), ("bf16", CPU)])
+def test_short_attention_that_cannot_be_used_is_said(precision, device, monkeypatch):
+    run = Run(monkeypatch)
+    assert not run.choose("short", precision, device)
+    assert run.notes == ["note: torch's attention kernels are used: --attention short is for bf16 and fp16 on a GPU"]
+
+
+@pytest.mark.fault(
+    "F67", "the attention kernel for short sequences fails or is wrong on one rank", "torch's on all ranks; said"
+)
+@pytest.mark.parametrize("faults", [("it is wrong", None), (None, "it is wrong"), ("it is wrong", "so here")])
+def test_a_fault_on_any_rank_makes_all_use_torchs_kernels(faults, monkeypatch):
+    run = Run(monkeypatch, faults=faults)
+    assert not run.choose()
+    rank = faults.index("it is wrong")
+    [note] = run.notes
+    assert note == f"note: torch's attention kernels are used: --attention short fails on rank {rank}: it is wrong"
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch is built without CUDA")
+@pytest.mark.parametrize(
+    ("tokens", "heads", "dtype", "is_served"),
+    [
+        (50, 2, torch.bfloat16, True),
+        (256, 2, torch.bfloat16, True),
+        (257, 2, torch.bfloat16, False),
+        (50, 4, torch.bfloat16, False),
+        (50, 2, torch.float16, False),
+        (50, 2, torch.float32, False),
+    ],
+)
+def test_calls_of_tested_heads_and_few_tokens_are_served_in_one_graph(tokens, heads, dtype, is_served):
+    pytest.importorskip("util.short_attention", reason="this torch has no Triton")
+    attention.use_short(torch.bfloat16, {(2, 16)})
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(self_attention, fullgraph=True, dynamic=False, backend=keep)
+    with FakeTensorMode():
+        qkv = torch.empty(3, tokens, 96, device="cuda", dtype=dtype)
+        out = compiled(qkv, heads)
+    assert (out.shape, out.dtype, out.is_contiguous()) == ((3, tokens, 32), dtype, True)
+    [graph] = graphs
+    called = {str(node.target) for node in graph.graph.nodes}
+    assert ("prmim.short_attention" in called) == is_served
+
+
+def test_on_a_cpu_the_kernel_is_never_called():
+    x = torch.randn(2, 5, 32)
+    block = Block(32, 2)
+    expected = block(x)
+    attention.use_short(torch.float32, {(2, 16)})
+    assert torch.equal(block(x), expected)

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from util import collectives
-from util.attention import KERNELS
+from util.attention import CHOICES
 from util.cores import cores_per_process
 from util.data.folders import DEFAULT_PATH
 from util.data.invalid_pixels import nodata_value
@@ -306,8 +306,8 @@ def add_device_flags(group: FlagGroup) -> None:
         "--attention",
         changes="rounding",
         default="auto",
-        choices=("auto", *KERNELS),
-        help="attention kernel that is tried first",
+        choices=CHOICES,
+        help="attention kernel that is tried first; short: for training with at most 256 tokens, auto on an H100",
     )
     flag(
         "--compile",

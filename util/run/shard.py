@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from util import attention
-from util.collectives import all_reduce_sum
+from util.collectives import all_reduce_sum, gather_objects
 from util.lazy import LazyModule
 from util.run.distributed import PRECISIONS, Process
 from util.run.flags import Plan
@@ -46,6 +46,7 @@ PRODUCTS = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.prmim.short_attention.default,
 ]
 
 # Rows of a parameter are split, and padded to a multiple of the shards. With 8 shards padding is below 1 % of a ViT-B,
@@ -59,12 +60,14 @@ def wrap_model(
     args: argparse.Namespace,
     plan: Plan,
     process: Process,
+    note: Callable[[str], None],
 ) -> nn.Module:
     """Applies --attention, --recompute, compilation and --shard, then wraps the model in DDP if there are several.
 
-    Returns the module to call. Parameters of `optimizer` are replaced by their shards.
+    Returns the module to call. Parameters of `optimizer` are replaced by their shards. note: writes to the log.
     """
     attention.prefer(args.attention, process.device)
+    choose_attention(model, args.attention, plan.precision, process.device, note)
     if args.recompute or args.recompute_pointwise:
         recompute_blocks(model, pointwise_only=not args.recompute)
     if args.shard:
@@ -83,6 +86,44 @@ def wrap_model(
     # With accumulation some backward passes do not all-reduce, which a static graph does not allow.
     is_static = plan.accum_iter == 1
     return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=is_static, **{sync_buffers: False})
+
+
+def choose_attention(
+    model: nn.Module, name: str, precision: str, device: torch.device, note: Callable[[str], None]
+) -> None:
+    """Uses the kernel for short sequences in `model` if --attention `name` asks for it, and it works on all ranks.
+
+    With "auto" it is used on GPUs of capability 9.0, where it was measured to be faster. All ranks call it before the
+    model is compiled. note: is called with the reason if the kernel does not work.
+    """
+    dtype = PRECISIONS[precision]
+    heads = plain_heads(model)
+    if name not in ("auto", "short") or not heads:
+        return
+    if device.type != "cuda" or dtype is None:
+        if name == "short":
+            note("note: torch's attention kernels are used: --attention short is for bf16 and fp16 on a GPU")
+        return
+    fault: str | None = ""  # needs no note
+    if name == "short" or torch.cuda.get_device_capability(device) == (9, 0):
+        fault = attention.find_fault(dtype, heads, device)
+    faults = gather_objects(fault)
+    if all(fault is None for fault in faults):
+        attention.use_short(dtype, heads)
+        return
+    for rank, fault in enumerate(faults):
+        if fault:
+            note(f"note: torch's attention kernels are used: --attention short fails on rank {rank}: {fault}")
+            return
+
+
+def plain_heads(model: nn.Module) -> set[tuple[int, int]]:
+    """Returns (number, width) of the heads of each layer that calls `self_attention`, also in a teacher."""
+    modules = list(model.modules())
+    teacher = getattr(model, "teacher", None)  # no submodule, but a part of the step
+    if teacher is not None:
+        modules += teacher.modules()
+    return {module.plain_heads for module in modules if hasattr(module, "plain_heads")}
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -107,7 +107,7 @@ class Training:
         if not run.start.continues_here:
             run.note(*collectives.run_on_rank0(lambda: set_aside_earlier_run(run.output_dir)))
         self.log = RunLog(run.output_dir, run.first_step, last_step, process.is_main, schedule.steps_per_epoch)
-        self.wrapped = wrap_model(model, optimizer, args, plan, process)
+        self.wrapped = wrap_model(model, optimizer, args, plan, process, run.note)
         self.watchdog = run.watchdog
         self.stop = StopSignal(process.device)
         self.bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info)
