@@ -35,13 +35,13 @@ from frameworks.registry import build_model
 from main_pretrain import get_args_parser
 from recipes import RECIPES
 from util import costs
-from util.attention import KERNELS, prefer
+from util.attention import CHOICES, prefer
 from util.data.transforms import Normalize
 from util.run.cli import Parser, check_recipe, parse_with_recipe, prepare_file, run_program, user_errors
 from util.run.distributed import PRECISIONS, precision
 from util.run.logging import RunLog
 from util.run.loop import TrainLoop
-from util.run.shard import compile_parts
+from util.run.shard import choose_attention, compile_parts
 from util.run.step_graphs import WARM_UP, StepGraphs
 from util.run.supervise import StopSignal
 from util.tables import markdown_table, write_csv
@@ -171,6 +171,7 @@ def measure(settings: dict[str, Any], args: argparse.Namespace, device: torch.de
     if device.type == "cuda":
         held_by_others = torch.cuda.memory_allocated()
     step = Step(settings, args, device)
+    choose_attention(step.model, args.attention, step.precision.name, device, print)
     row["parameters"] = sum(p.numel() for p in step.model.parameters() if p.requires_grad) / 1e6
     row["saved_mb"] = step.saved_mb()
     if args.compile:
@@ -250,7 +251,7 @@ def get_parser() -> Parser:
     flag("--steps", type=int, default=1, at_least=1, help="steps that are timed together, without a wait between them")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     flag("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, else fp32")
-    flag("--attention", default="auto", choices=("auto", *KERNELS), help="preferred kernel")
+    flag("--attention", default="auto", choices=CHOICES, help="preferred kernel")
     flag("--compile", action=argparse.BooleanOptionalAction, default=False, help="compile the steps that are timed")
     flag(
         "--cuda_graph",

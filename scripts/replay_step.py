@@ -37,6 +37,7 @@ from util.run.distributed import init_process, precision
 from util.run.loader import make_augmentation
 from util.run.logging import RunLog
 from util.run.loop import TrainLoop
+from util.run.shard import choose_attention
 from util.run.supervise import StopSignal
 from util.text import count_of, shorten
 
@@ -208,6 +209,7 @@ def make_replay(found: Checkpoint, data_path: str | None, device: torch.device) 
     model = build_model(settings).to(device)
     model.use_statistics(settings["mean"], settings["std"])
     model.load_state_dict(found.weights)
+    choose_attention(model, settings["attention"], settings["precision"], device, print)
     if settings["grow_size"]:
         side = stage_of(settings["grow_size"], settings["epochs"], info.run.epoch).side
         model.set_image_size((side, side))
