@@ -323,6 +323,7 @@ def short_attention(qkv: Tensor, num_heads: int) -> Tensor:
 
 
 def forward(qkv: Tensor, num_heads: int) -> Tensor:
+    """Computes `short_attention`."""
     qkv = qkv.contiguous()
     _, T, channels = qkv.shape
     out = empty_output(qkv, num_heads)
@@ -331,7 +332,7 @@ def forward(qkv: Tensor, num_heads: int) -> Tensor:
 
 
 def backward(qkv: Tensor, grad: Tensor, num_heads: int) -> Tensor:
-    """Returns the gradient of qkv [B, T, 3 C] from that of the output [B, T, C]."""
+    """Computes the gradient of qkv [B, T, 3 C] from that of the output [B, T, C]."""
     qkv = qkv.contiguous()
     grad = grad.contiguous()
     B, T, channels = qkv.shape
@@ -346,11 +347,13 @@ def backward(qkv: Tensor, grad: Tensor, num_heads: int) -> Tensor:
 
 
 def empty_output(qkv: Tensor, num_heads: int) -> Tensor:
+    """Returns an output without values. As the fake implementation, it tells the compiler the shape."""
     B, T, channels = qkv.shape
     return qkv.new_empty(B, T, channels // 3)
 
 
 def empty_gradient(qkv: Tensor, grad: Tensor, num_heads: int) -> Tensor:
+    """Returns a gradient of qkv without values, likewise."""
     return qkv.new_empty(qkv.shape)
 
 
@@ -380,9 +383,9 @@ def reference(qkv: Tensor, num_heads: int) -> Tensor:
 
 
 def find_fault(num_heads: int, width: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Returns what is wrong with outputs and gradients of random numbers, or None. Every kernel is compiled for it.
+    """Returns what is wrong with outputs and gradients on random numbers, or None. Compiles all kernels of these heads.
 
-    An error of the whole output may be as large as the relative precision of `dtype`; in bfloat16 it is a third of it.
+    The relative error of a tensor must not be above the precision of `dtype`. That of torch's kernels is a third of it.
     """
     generator = torch.Generator().manual_seed(0)
     for num_tokens in LENGTHS:
