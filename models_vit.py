@@ -149,7 +149,7 @@ class Attention(nn.Module):
         if dim % num_heads:
             raise ValueError(f"width {dim} does not divide into {num_heads} heads")
         self.num_heads = num_heads
-        self.plain_heads = (num_heads, dim // num_heads)  # number and width, for `util.run.shard.choose_attention`
+        self.plain_heads = (num_heads, dim // num_heads)  # number and width: see `choose_attention`
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
 

@@ -57,7 +57,7 @@ CASES = {
     "mff": pretraining("mff_vit_micro_patch4"),
     "simmim": pretraining("simmim_vit_micro_patch4", "--throw_ratio 0.25"),
     "simmim, swin": pretraining("simmim_swin_micro_patch4_window4", "--throw_ratio 0"),
-    "localmim": pretraining("localmim_vit_micro_patch4", "--no-norm_pix_loss"),
+    "localmim": pretraining("localmim_vit_micro_patch4"),
     "greenmim": pretraining("greenmim_swin_micro_patch4_window4"),
     "crossmae": pretraining("crossmae_vit_micro_patch4"),
     "amt": pretraining(
