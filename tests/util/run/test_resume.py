@@ -172,7 +172,10 @@ def test_what_flags_change_is_frozen(command):
     if program == "main_pretrain":
         expected["cuda_graph"] = "rounding"
     found = {name: change for name, change in parser.changes.items() if change != "results"}
-    assert found == expected
+    assert found == expected, (
+        "a new flag that does not change results: add it to COMMON, or to OWN if one program has it; "
+        "a flag that is renamed or removed: also to CHANGELOG.md"
+    )
 
 
 def test_nothing_said_means_results():
