@@ -69,12 +69,14 @@ def get_args_parser() -> Parser:
     boolean = argparse.BooleanOptionalAction
     parser.add_argument(
         "--recipe",
+        everyday=True,
         metavar="NAME",
         changes="nothing",  # by itself: the values that it sets are compared
         help="set defaults from recipes.py, or `list` them; explicit flags win",
     )
     parser.add_argument(
         "--eval",
+        everyday=True,
         changes="nothing",
         action=boolean,
         default=False,
@@ -89,12 +91,22 @@ def get_args_parser() -> Parser:
         help="with --eval: write the probability of each class for each image",
     )
 
+    data = parser.add_argument_group("data")
+    add_data_flags(data)
+    add_pixel_flags(data)
+    add_invalid_flags(data)
+    add_all_valid_flag(data, "with --eval: ")
+    add_eval_split_flag(data, "with --eval: ")
+    add_augmentation_flags(parser.add_argument_group("augmentation"))
+
     add_model_flags(parser.add_argument_group("model"))
-    add_optimisation_flags(parser.add_argument_group("optimisation"))
-    tuning = parser.add_argument_group("optimisation of fine-tuning").add_argument
+    optimisation = parser.add_argument_group("optimisation")
+    add_optimisation_flags(optimisation)
+    tuning = optimisation.add_argument
     tuning("--optimizer", choices=("adamw", "lars"), help="default: adamw; lars for linear probing")
     tuning(
         "--layer_decay",
+        everyday=True,
         type=float,
         above=0,
         at_most=1,
@@ -107,17 +119,10 @@ def get_args_parser() -> Parser:
         help="give the class token the first layer's learning rate; off (TEC): the head's",
     )
 
-    data = parser.add_argument_group("data")
-    add_data_flags(data)
-    add_pixel_flags(data)
-    add_invalid_flags(data)
-    add_all_valid_flag(data, "with --eval: ")
-    add_eval_split_flag(data, "with --eval: ")
-    add_augmentation_flags(parser.add_argument_group("augmentation"))
-
     evaluation = parser.add_argument_group("evaluation").add_argument
     evaluation(
         "--eval_every",
+        everyday=True,
         changes="nothing",
         type=int,
         default=1,
@@ -137,22 +142,35 @@ def add_model_flags(group: FlagGroup) -> None:
     """Adds the classifier, its first weights, and which of its parts are trained."""
     model = group.add_argument
     boolean = argparse.BooleanOptionalAction
-    model("--model", default="vit_base_patch16", choices=MODELS, help="encoder and size")
+    model("--model", everyday=True, default="vit_base_patch16", choices=MODELS, help="encoder and size")
     model(
         "--finetune",
+        everyday=True,
         changes="nothing",  # the path: the identity of the first weights is compared
         help="pre-trained encoder: a checkpoint or a run's folder (default: train from scratch)",
     )
     model("--first_release_merging", action=boolean, default=False, help="--finetune is one of GreenMIM's public files")
-    model("--input_size", type=int, nargs="+", help="image side in pixels, or height and width (default: the model's)")
-    model("--patch_size", type=int, help="patch side in pixels (default: the model's)")
+    model(
+        "--input_size",
+        everyday=True,
+        type=int,
+        nargs="+",
+        help="image side in pixels, or height and width (default: the model's)",
+    )
+    model("--patch_size", everyday=True, type=int, help="patch side in pixels (default: the model's)")
     model(
         "--trainable_blocks",
+        everyday=True,
         type=int,
         at_least=0,
         help="train the head and this many last blocks; 0: linear probing (default: all)",
     )
-    model("--global_pool", choices=("avg", "token"), help="input of the head (default: avg; token for linear probing)")
+    model(
+        "--global_pool",
+        everyday=True,
+        choices=("avg", "token"),
+        help="input of the head (default: avg; token for linear probing)",
+    )
     model(
         "--train_pos_embed",
         action=boolean,
@@ -168,9 +186,11 @@ def add_model_flags(group: FlagGroup) -> None:
     model("--num_cls_tokens", type=int, default=1, at_least=1, help="class tokens of the pre-trained encoder")
     model(
         "--drop_path",
+        everyday=True,
         type=float,
         at_least=0,
         below=1,
+        metavar="RATE",
         help="drop path rate of the last block; it grows linearly from 0",
     )
     model(
@@ -184,7 +204,7 @@ def add_model_flags(group: FlagGroup) -> None:
 def add_augmentation_flags(group: FlagGroup) -> None:
     """Adds RandAugment, random erasing, mixup and cutmix, label smoothing."""
     flag = group.add_argument
-    flag("--aa", help="timm's RandAugment policy, or none")
+    flag("--aa", everyday=True, help="timm's RandAugment policy, or none")
     flag("--color_jitter", type=float, at_least=0, help="strength of colour jitter; not with --aa")
     flag("--smoothing", type=float, at_least=0, at_most=1, help="label smoothing")
     flag("--reprob", type=float, at_least=0, at_most=1, help="probability of random erasing")
@@ -196,8 +216,8 @@ def add_augmentation_flags(group: FlagGroup) -> None:
         at_least=1,
         help="largest number of erased boxes; each image draws from 1 to it",
     )
-    flag("--mixup", type=float, at_least=0, help="alpha of mixup; 0: off")
-    flag("--cutmix", type=float, at_least=0, help="alpha of cutmix; 0: off")
+    flag("--mixup", everyday=True, type=float, at_least=0, help="alpha of mixup; 0: off")
+    flag("--cutmix", everyday=True, type=float, at_least=0, help="alpha of cutmix; 0: off")
     flag("--mixup_prob", type=float, default=1.0, at_least=0, at_most=1, help="probability that a batch is mixed")
     flag(
         "--mixup_switch_prob",

@@ -60,11 +60,13 @@ def get_args_parser() -> Parser:
     parser = Parser(PROGRAM, description=__doc__)
     parser.add_argument(
         "--recipe",
+        everyday=True,
         metavar="NAME",
         changes="nothing",  # by itself: the values that it sets are compared
         help="set defaults from recipes.py, or `list` them; explicit flags win",
     )
 
+    add_image_flags(parser.add_argument_group("data"))
     add_method_flags(parser.add_argument_group("model and method"))
     attention_phases.add_flags(parser.add_argument_group("only for --sampling attention"))
 
@@ -78,7 +80,6 @@ def get_args_parser() -> Parser:
         help="muon: for the matrices of transformer blocks, with AdamW for all else",
     )
 
-    add_image_flags(parser.add_argument_group("data"))
     run = parser.add_argument_group("run")
     add_run_flags(run)
     run.add_argument(
@@ -107,39 +108,60 @@ def add_method_flags(group: FlagGroup) -> None:
     """Adds the model, its first weights and what PR-MIM does with it."""
     method = group.add_argument
     boolean = argparse.BooleanOptionalAction
-    method("--model", default="mae_vit_base_patch16", choices=MODELS, help="framework and size")
-    method("--input_size", type=int, nargs="+", help="image side in pixels, or height and width (default: the model's)")
+    method("--model", everyday=True, default="mae_vit_base_patch16", choices=MODELS, help="framework and size")
+    method(
+        "--input_size",
+        everyday=True,
+        type=int,
+        nargs="+",
+        help="image side in pixels, or height and width (default: the model's)",
+    )
     growth.add_flag(group)
-    method("--patch_size", type=int, help="patch side in pixels (default: the model's)")
+    method("--patch_size", everyday=True, type=int, help="patch side in pixels (default: the model's)")
     method(
         "--drop_path",
         type=float,
         at_least=0,
         below=1,
+        metavar="RATE",
         help="drop path rate of the encoder's last block; it grows linearly from 0 (default: the model's)",
     )
     method(
         "--pretrained",
+        everyday=True,
         changes="nothing",  # the path: the identity of the first weights is compared
         help="start from these weights: a checkpoint or a run's folder (default: random weights)",
     )
-    method("--mask_ratio", type=float, default=0.75, help="share of all tokens that are masked")
+    method("--mask_ratio", everyday=True, type=float, default=0.75, help="share of all tokens that are masked")
     method(
-        "--throw_ratio", type=float, default=0.5, help="share of all tokens that are thrown; 0: the original framework"
+        "--throw_ratio",
+        everyday=True,
+        type=float,
+        default=0.5,
+        help="share of all tokens that are thrown; 0: the original framework",
     )
     method(
         "--progressive",
+        everyday=True,
         action=boolean,
         default=True,
         help="reconstruct thrown tokens; --no-progressive: leave them out",
     )
-    method("--sampling", default="furthest", choices=SAMPLING, help="how the retained tokens are chosen")
-    method("--aggregation", default="dwconv", choices=AGGREGATION, help="what reconstructs the thrown tokens")
+    method("--sampling", everyday=True, default="furthest", choices=SAMPLING, help="how the retained tokens are chosen")
+    method(
+        "--aggregation",
+        everyday=True,
+        default="dwconv",
+        choices=AGGREGATION,
+        help="what reconstructs the thrown tokens",
+    )
     method("--kernel_size", type=int, default=7, help="kernel size of the aggregation, odd")
     method(
         "--applies_to", default="thrown", choices=SpatialAggregation.APPLIES_TO, help="tokens the aggregation replaces"
     )
-    method("--norm_pix_loss", action=boolean, default=True, help="normalise the target pixels of each patch")
+    method(
+        "--norm_pix_loss", everyday=True, action=boolean, default=True, help="normalise the target pixels of each patch"
+    )
 
 
 def add_image_flags(data: FlagGroup) -> None:

@@ -40,6 +40,7 @@ def add_flags(group: FlagGroup) -> None:
     flag = group.add_argument
     flag(
         "--knn_every",
+        everyday=True,
         changes="nothing",
         type=int,
         default=0,

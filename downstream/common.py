@@ -37,18 +37,20 @@ def make_parser(program: str, description: str | None, defaults: Mapping[str, ob
     boolean = argparse.BooleanOptionalAction
     parser.add_argument(
         "--recipe",
+        everyday=True,
         metavar="NAME",
         changes="nothing",  # by itself: the values that it sets are compared
         help="set defaults from downstream/recipes.py, or `list` them; explicit flags win",
     )
     parser.add_argument(
         "--eval",
+        everyday=True,
         changes="nothing",
         action=boolean,
         default=False,
         help="only evaluate the model at --resume on the validation images",
     )
-    names = ("model", "optimisation", "data", "augmentation", "evaluation", "run")
+    names = ("data", "augmentation", "model", "optimisation", "evaluation", "run")
     groups = {name: parser.add_argument_group(name) for name in names}
 
     add_model_flags(groups["model"])
@@ -62,6 +64,7 @@ def make_parser(program: str, description: str | None, defaults: Mapping[str, ob
     evaluation = groups["evaluation"].add_argument
     evaluation(
         "--eval_every",
+        everyday=True,
         changes="nothing",
         type=int,
         at_least=1,
@@ -86,18 +89,21 @@ def make_parser(program: str, description: str | None, defaults: Mapping[str, ob
 def add_model_flags(group: FlagGroup) -> None:
     """Adds the encoder and its first weights."""
     model = group.add_argument
-    model("--model", default="vit_base_patch16", choices=SIZES, help="size of the encoder")
+    model("--model", everyday=True, default="vit_base_patch16", choices=SIZES, help="size of the encoder")
     model(
         "--finetune",
+        everyday=True,
         changes="nothing",  # the path: the identity of the first weights is compared
         help="pre-trained encoder: a checkpoint or a run's folder (default: train from scratch)",
     )
-    model("--patch_size", type=int, at_least=1, help="patch side in pixels (default: the model's)")
+    model("--patch_size", everyday=True, type=int, at_least=1, help="patch side in pixels (default: the model's)")
     model(
         "--drop_path",
+        everyday=True,
         type=float,
         at_least=0,
         below=1,
+        metavar="RATE",
         help="drop path rate of the last block; it grows linearly from 0",
     )
 
@@ -105,21 +111,24 @@ def add_model_flags(group: FlagGroup) -> None:
 def add_iteration_flags(group: FlagGroup) -> None:
     """Adds the length of a schedule in iterations, and its learning rate."""
     optimisation = group.add_argument
-    optimisation("--num_iters", type=int, at_least=1, help="length of the schedule in optimizer steps")
+    optimisation("--num_iters", everyday=True, type=int, at_least=1, help="length of the schedule in optimizer steps")
     optimisation(
         "--warmup_iters",
+        everyday=True,
         type=int,
         help="optimizer steps of linear warm-up; if not given, that of the recipe or of the defaults, and in a "
         "schedule that is shorter than theirs at most a tenth, or their share if that is more",
     )
     optimisation(
         "--lr",
+        everyday=True,
         type=float,
         at_least=0,
         help="learning rate of the head at the total batch size; it is not scaled",
     )
     optimisation(
         "--layer_decay",
+        everyday=True,
         type=float,
         above=0,
         at_most=1,

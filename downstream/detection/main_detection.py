@@ -58,6 +58,7 @@ def get_args_parser() -> Parser:
     model = groups["model"].add_argument
     model(
         "--input_size",
+        everyday=True,
         type=int,
         at_least=1,
         help="side of a training crop, and longer side in evaluation, in pixels",
@@ -72,6 +73,7 @@ def get_args_parser() -> Parser:
     model("--decoder_channels", type=int, at_least=1, help="width of the pyramid and the heads")
     model(
         "--masks",
+        everyday=True,
         action=argparse.BooleanOptionalAction,
         help="train and evaluate a mask head (default: if the objects have segmentations)",
     )
@@ -90,6 +92,7 @@ def get_args_parser() -> Parser:
     add_data_flags(groups["data"])
     groups["augmentation"].add_argument(
         "--scale_range",
+        everyday=True,
         type=float,
         nargs=2,
         metavar=("LOW", "HIGH"),
@@ -103,6 +106,7 @@ def add_data_flags(group: FlagGroup) -> None:
     data = group.add_argument
     data(
         "--data_path",
+        everyday=True,
         changes="nothing",  # data may move: names and labels of the images are compared
         per_process=True,
         default="data",
@@ -111,6 +115,7 @@ def add_data_flags(group: FlagGroup) -> None:
     for split, (json_path, images) in SPLITS.items():
         data(
             f"--{split}_json",
+            everyday=True,
             default=json_path,
             metavar="FILE",
             changes="nothing",
@@ -118,6 +123,7 @@ def add_data_flags(group: FlagGroup) -> None:
         )
         data(
             f"--{split}_images",
+            everyday=True,
             default=images,
             metavar="DIR",
             changes="nothing",

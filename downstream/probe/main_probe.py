@@ -44,25 +44,52 @@ def get_args_parser() -> Parser:
     parser = Parser(PROGRAM, description=__doc__)
     flag = parser.add_argument
     flag("encoder", nargs="?", help="a run's folder, or a checkpoint of this project, MAE or timm")
-    flag("--timm", metavar="NAME", help="a model of timm, with its pre-trained weights or those of the file given")
-    flag("--input_size", type=int, at_least=1, help="image side in pixels (default: the encoder's)")
+    flag(
+        "--timm",
+        everyday=True,
+        metavar="NAME",
+        help="a model of timm, with its pre-trained weights or those of the file given",
+    )
+    flag("--input_size", everyday=True, type=int, at_least=1, help="image side in pixels (default: the encoder's)")
 
-    protocol = parser.add_argument_group("protocol").add_argument
-    protocol("--probes", nargs="+", default=PROBES, choices=PROBES, help="what is evaluated")
-    protocol("--blocks", type=int, nargs="+", help="blocks whose outputs are evaluated, from 1 (default: the last)")
-    protocol("--knn_temperature", type=float, above=0, default=TEMPERATURE, help="kNN votes by exp(similarity / it)")
-    protocol("--steps", type=int, default=12_500, at_least=1, help="optimizer steps of the heads")
-    protocol("--total_batch_size", type=int, default=1024, at_least=1, help="images per step over all processes")
-    protocol("--seed", type=int, default=0, at_least=0, help="seed of first weights, shuffling and augmentation")
     data = parser.add_argument_group("data")
     add_data_flags(data)
     add_eval_split_flag(data)
     add_all_valid_flag(data)
 
+    protocol = parser.add_argument_group("protocol").add_argument
+    protocol("--probes", everyday=True, nargs="+", default=PROBES, choices=PROBES, help="what is evaluated")
+    protocol(
+        "--blocks",
+        everyday=True,
+        type=int,
+        nargs="+",
+        help="blocks whose outputs are evaluated, from 1 (default: the last)",
+    )
+    protocol("--knn_temperature", type=float, above=0, default=TEMPERATURE, help="kNN votes by exp(similarity / it)")
+    protocol("--steps", everyday=True, type=int, default=12_500, at_least=1, help="optimizer steps of the heads")
+    protocol(
+        "--total_batch_size",
+        everyday=True,
+        type=int,
+        default=1024,
+        at_least=1,
+        help="images per step over all processes",
+    )
+    protocol(
+        "--seed",
+        everyday=True,
+        type=int,
+        default=0,
+        at_least=0,
+        help="seed of first weights, shuffling and augmentation",
+    )
+
     run = parser.add_argument_group("run").add_argument
-    run("--output_dir", changes="nothing", default="output/probe", help=f"folder for {RESULTS}")
+    run("--output_dir", everyday=True, changes="nothing", default="output/probe", help=f"folder for {RESULTS}")
     run(
         "--batch_size",
+        everyday=True,
         changes="split",
         type=int,
         at_least=1,
@@ -70,12 +97,19 @@ def get_args_parser() -> Parser:
     )
     run(
         "--device",
+        everyday=True,
         changes="rounding",
         default="auto",
         choices=("auto", "cpu", "cuda"),
         help="auto: a GPU if there is one",
     )
-    run("--precision", default="auto", choices=("auto", *PRECISIONS), help="of the encoder; heads have float32")
+    run(
+        "--precision",
+        everyday=True,
+        default="auto",
+        choices=("auto", *PRECISIONS),
+        help="of the encoder; heads have float32",
+    )
     parser.set_defaults(crop_scale=(0.08, 1.0))
     return parser
 

@@ -73,8 +73,8 @@ def get_args_parser() -> Parser:
     boolean = argparse.BooleanOptionalAction
 
     model = groups["model"].add_argument
-    model("--head", choices=HEADS, help="linear: one layer on the frozen encoder")
-    model("--input_size", type=int, at_least=1, help="side of a crop and of a window in pixels")
+    model("--head", everyday=True, choices=HEADS, help="linear: one layer on the frozen encoder")
+    model("--input_size", everyday=True, type=int, at_least=1, help="side of a crop and of a window in pixels")
     model(
         "--decoder_channels",
         type=int,
@@ -93,15 +93,23 @@ def get_args_parser() -> Parser:
     data = groups["data"].add_argument
     data(
         "--data_path",
+        everyday=True,
         changes="nothing",  # data may move: names and labels of the images are compared
         per_process=True,
         default="data",
         help="folder with images/ and annotations/, each with training/ and validation/",
     )
-    data("--num_classes", type=int, help="number of classes in the label files")
-    data("--ignore_index", type=int, default=255, help="value of pixels without a class in the label files")
+    data("--num_classes", everyday=True, type=int, help="number of classes in the label files")
+    data(
+        "--ignore_index",
+        everyday=True,
+        type=int,
+        default=255,
+        help="value of pixels without a class in the label files",
+    )
     data(
         "--reduce_zero_label",
+        everyday=True,
         action=boolean,
         default=False,
         help="the value 0 marks pixels without a class, and the classes begin at 1, as in ADE20K",
@@ -115,6 +123,7 @@ def get_args_parser() -> Parser:
     )
     data(
         "--class_names",
+        everyday=True,
         metavar="FILE",
         changes="nothing",
         help="text file with a line `name` or `R G B name` for each class (default with --eval: the checkpoint's)",
@@ -123,6 +132,7 @@ def get_args_parser() -> Parser:
     augmentation = groups["augmentation"].add_argument
     augmentation(
         "--image_scale",
+        everyday=True,
         type=int,
         nargs=2,
         metavar=("LONG", "SHORT"),
@@ -133,7 +143,9 @@ def get_args_parser() -> Parser:
         "--cat_max_ratio", type=float, help="largest share of one class in a crop, if 10 tries find one; 1: any"
     )
     augmentation("--photometric", action=boolean, help="distort the colours")
-    groups["evaluation"].add_argument("--stride", type=int, at_least=1, help="pixels from one window to the next")
+    groups["evaluation"].add_argument(
+        "--stride", everyday=True, type=int, at_least=1, help="pixels from one window to the next"
+    )
     return parser
 
 

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.runs import finetune, pretrain
 from tests.runs import refused as refused_main
 from tests.scripts.programs import MAINS, SCRIPTS, run_file
 from util import pictures
+from util.run.cli import FEW
 
 # One of each kind: all programs have the same parser.
 KINDS = ("scripts/export.py", "main_finetune.py", "submitit_launch.py", "downstream/probe/main_probe.py")
@@ -62,6 +64,33 @@ def test_help(name, tmp_path):
 def test_every_program_has_help():
     for name in (*SCRIPTS, *MAINS):
         assert parser_of(name).format_help().startswith("usage: "), name
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, *MAINS])
+def test_the_first_help_is_short_and_names_the_rest(name):
+    """Flags that only reproduce a paper's recipe are on the list of all."""
+    parser = parser_of(name)
+    brief = parser.format_help()
+    every = parser.format_help_all()
+    shown = set(re.findall(r"^  --([\w\[\]-]+)", brief, re.MULTILINE))
+    flags = set(re.findall(r"^  --([\w\[\]-]+)", every, re.MULTILINE))
+    for action in parser._actions:
+        assert not action.required or (action.option_strings or [action.dest])[-1] in brief
+    if len(flags) <= FEW:
+        assert shown == flags
+        return
+    assert 15 <= len(shown) <= 40
+    assert not shown & {"crop", "lr_steps", "lr_schedule", "decoder_order", "interpolation", "att_topk", "ratio_range"}
+    assert brief.endswith(f"\n`{Path(name).name} --help_all` lists all {len(flags)} flags.\n")
+
+
+@pytest.mark.parametrize("name", [name for name in MAINS if "main_" in name])
+def test_the_groups_of_a_main_s_help_have_the_order_of_a_run(name):
+    titles = re.findall(r"^(\S.*):$", parser_of(name).format_help(), re.MULTILINE)
+    order = ["options", "data", "augmentation", "model and method", "model", "protocol", "optimisation", "evaluation"]
+    order.append("run")
+    known = [title for title in titles if title in order]
+    assert known == sorted(known, key=order.index)
 
 
 @pytest.mark.fault("U57", "a flag that a program does not know", "exit code 2 and one paragraph")

@@ -29,6 +29,8 @@ PERMISSION_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
 ARGUMENTS = {"img_size": "input_size"}  # of models, whose flag has another name
 PROGRESS = ".progress"  # file in the output folder that says how far the run is
 WARMUPS = {"warmup_epochs": "epochs", "warmup_iters": "num_iters"}  # {flag: the flag of the schedule's length}
+HELP = ("help", "help_all")  # flags that print help
+FEW = 20  # a program with at most as many flags shows all of them by --help
 # What another value of a flag changes. "rounding": results still agree to rounding. "split": how the total batch is
 # split over processes and micro-batches; each step has the same images.
 Change = Literal["nothing", "rounding", "split", "results"]
@@ -38,8 +40,11 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Shows the default of every flag that has one.
 
     A long list of choices appears once, in the flag's help. If it has more than 12 entries, only their number is shown,
-    and the value "list" prints them.
+    and the value "list" prints them. A value has the last word of its flag as its name.
     """
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
 
     def _format_action(self, action: argparse.Action) -> str:
         notes = []
@@ -67,6 +72,14 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
             action.choices = None
         return super()._metavar_formatter(action, default_metavar)
 
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return action.dest.rpartition("_")[2].upper()
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return action.option_strings[0].replace("--", "--[no-]", 1)
+        return super()._format_action_invocation(action)
+
 
 def _has_long_choices(action: argparse.Action) -> bool:
     return action.choices is not None and len(",".join(map(str, action.choices))) > LONG_CHOICES
@@ -86,6 +99,7 @@ class FlagRule:
     at_most: float | None = None
     above: float | None = None
     below: float | None = None
+    everyday: bool = False
 
     def objection(self, value: Any) -> str | None:
         """Returns what is wrong with a value of the flag, or None. Of a list, each number has the bounds."""
@@ -124,6 +138,7 @@ class FlagContainer(argparse._ActionsContainer):
         at_most: float | None = None,
         above: float | None = None,
         below: float | None = None,
+        everyday: bool = False,
         **options: Any,
     ) -> argparse.Action:
         """Adds a flag, as argparse does.
@@ -132,9 +147,10 @@ class FlagContainer(argparse._ActionsContainer):
         change results.
         per_process: whether the processes of one start may have different values, such as paths of their node.
         at_least, at_most, above, below: bounds of its number.
+        everyday: whether --help shows it, with the first clause of its help: up to a semicolon or parenthesis.
         """
         action = super().add_argument(*names, **options)
-        self.rules[action.dest] = FlagRule(changes, per_process, at_least, at_most, above, below)
+        self.rules[action.dest] = FlagRule(changes, per_process, at_least, at_most, above, below, everyday)
         return action
 
 
@@ -146,6 +162,15 @@ class FlagGroup(FlagContainer, argparse._ArgumentGroup):
         super().__init__(container, *args, **options)
 
 
+class HelpOfAllFlags(argparse.Action):
+    """Prints the help of all flags, and ends the program."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, Parser)
+        print(parser.format_help_all(), end="")
+        parser.exit()
+
+
 class Parser(FlagContainer, argparse.ArgumentParser):
     """An ArgumentParser with `HelpFormatter`, rules of flags, and errors of one paragraph without the usage."""
 
@@ -155,6 +180,8 @@ class Parser(FlagContainer, argparse.ArgumentParser):
         self.rules = {}
         self.recipe = {}
         super().__init__(*args, **{"formatter_class": HelpFormatter, **options})
+        hidden = argparse.SUPPRESS  # from the settings of a run, and from the help itself
+        self.add_argument("--help_all", action=HelpOfAllFlags, nargs=0, default=hidden, help=hidden)
 
     def add_argument_group(self, *args: Any, **options: Any) -> FlagGroup:
         """Adds a group, whose flags have rules as well."""
@@ -194,8 +221,21 @@ class Parser(FlagContainer, argparse.ArgumentParser):
         return parsed
 
     def format_help(self) -> str:
-        """Returns the help. If there are many flags, the usage names positional arguments only."""
-        if self.usage is None and len(self._actions) > 12:
+        """Returns the help of everyday flags. If there are few flags, returns that of all."""
+        brief = copy.deepcopy(self)
+        flags = [action for action in brief._actions if action.option_strings and action.dest not in HELP]
+        if len(flags) <= FEW:
+            return self.format_help_all()
+        for action in flags:
+            if self.rules[action.dest].everyday:
+                action.help = re.split(r"; | \(", action.help or "")[0]
+            else:
+                action.help = argparse.SUPPRESS
+        return f"{brief.format_help_all()}\n`{self.prog} --help_all` lists all {len(flags)} flags.\n"
+
+    def format_help_all(self) -> str:
+        """Returns the help of all flags. If there are many, the usage names positional arguments only."""
+        if self.usage is None and len(self._actions) > 13:
             names = [str(action.metavar or action.dest) for action in self._actions if not action.option_strings]
             self.usage = " ".join(["%(prog)s", "[flags]", *names])
         return super().format_help()
@@ -225,7 +265,7 @@ class Parser(FlagContainer, argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the program with exit code 2. Lines of the message are joined."""
         text = " ".join(line.strip() for line in message.splitlines() if line.strip())
-        self.exit(2, f"{self.prog}: error: {text}\n(`{self.prog} --help` lists every flag)\n")
+        self.exit(2, f"{self.prog}: error: {text}\n(`{self.prog} --help_all` lists every flag)\n")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Ends the program, and torchrun with it if it would start a final error again."""

@@ -40,6 +40,7 @@ def add_batch_flags(group: FlagGroup) -> None:
     flag = group.add_argument
     flag(
         "--batch_size",
+        everyday=True,
         changes="split",
         type=int,
         at_least=1,
@@ -48,6 +49,7 @@ def add_batch_flags(group: FlagGroup) -> None:
     )
     flag(
         "--accum_iter",
+        everyday=True,
         changes="split",
         type=int,
         at_least=1,
@@ -55,6 +57,7 @@ def add_batch_flags(group: FlagGroup) -> None:
     )
     flag(
         "--total_batch_size",
+        everyday=True,
         type=int,
         at_least=1,
         help="images per step over all processes; --accum_iter follows from it",
@@ -64,15 +67,16 @@ def add_batch_flags(group: FlagGroup) -> None:
 def add_epoch_flags(group: FlagGroup) -> None:
     """Adds the length of a schedule in epochs, and its learning rate."""
     flag = group.add_argument
-    flag("--epochs", type=int, default=100, at_least=1, help="length of the schedule")
+    flag("--epochs", everyday=True, type=int, default=100, at_least=1, help="length of the schedule")
     flag(
         "--warmup_epochs",
+        everyday=True,
         type=float,
         help="epochs of linear warm-up; if not given, that of the recipe or of the defaults, and in a schedule that is "
         "shorter than theirs at most a tenth, or their share if that is more: 40 of 800 epochs become 4 of 40",
     )
-    flag("--blr", type=float, at_least=0, help="base learning rate: lr = blr * total batch size / 256")
-    flag("--lr", type=float, at_least=0, help="absolute learning rate, instead of --blr")
+    flag("--blr", everyday=True, type=float, at_least=0, help="base learning rate: lr = blr * total batch size / 256")
+    flag("--lr", everyday=True, type=float, at_least=0, help="absolute learning rate, instead of --blr")
     flag("--min_lr", type=float, at_least=0, help="learning rate at the end of the schedule")
     flag("--warmup_lr", type=float, default=0.0, at_least=0, help="learning rate at the start of the warm-up")
     flag(
@@ -96,6 +100,7 @@ def add_update_flags(group: FlagGroup) -> None:
     flag("--clip_grad", type=float, above=0, help="bound on the norm of the gradient (default: no bound)")
     flag(
         "--weight_decay",
+        everyday=True,
         type=float,
         default=0.05,
         at_least=0,
@@ -103,6 +108,7 @@ def add_update_flags(group: FlagGroup) -> None:
     )
     flag(
         "--seed",
+        everyday=True,
         type=int,
         default=0,
         at_least=0,
@@ -115,12 +121,14 @@ def add_data_flags(group: FlagGroup) -> None:
     flag = group.add_argument
     flag(
         "--dataset",
+        everyday=True,
         default="folder",
         choices=DATASETS,
         help="kind of data; folder: image folders or tar shards; hf: Hugging Face datasets",
     )
     flag(
         "--data_path",
+        everyday=True,
         changes="nothing",  # data may move: names and labels of the images are compared
         per_process=True,
         default=DEFAULT_PATH,
@@ -153,6 +161,7 @@ def add_hflip_flag(group: FlagGroup) -> None:
     """Adds whether training images are mirrored."""
     group.add_argument(
         "--hflip",
+        everyday=True,
         action=argparse.BooleanOptionalAction,
         default=True,
         help="mirror half of the training images at random",
@@ -162,16 +171,18 @@ def add_hflip_flag(group: FlagGroup) -> None:
 def add_pixel_flags(group: FlagGroup) -> None:
     """Adds channels of the images, and the statistics that normalise them."""
     flag = group.add_argument
-    flag("--in_chans", type=int, default=3, at_least=1, help="channels of the images; 3: RGB")
+    flag("--in_chans", everyday=True, type=int, default=3, at_least=1, help="channels of the images; 3: RGB")
     flag(
         "--mean",
+        everyday=True,
         type=float,
         nargs="+",
-        help="mean of each channel: a fraction of the full range, or in the unit of floats (default: those of the "
+        help="mean of each channel; a fraction of the full range, or in the unit of floats (default: those of the "
         "checkpoint that the run starts from, ImageNet's for 8-bit RGB, or the data's)",
     )
     flag(
         "--std",
+        everyday=True,
         type=float,
         nargs="+",
         help="deviation of each channel, in the unit of --mean (default: as --mean)",
@@ -216,6 +227,7 @@ def add_eval_split_flag(group: FlagContainer, purpose: str = "") -> None:
     """Adds the images on which a trained model is evaluated. purpose: what it is for, in the help text."""
     group.add_argument(
         "--eval_split",
+        everyday=True,
         changes="nothing",
         default="val",
         choices=("val", "test"),
@@ -235,6 +247,7 @@ def add_loading_flags(group: FlagGroup) -> None:
     )
     flag(
         "--num_workers",
+        everyday=True,
         changes="nothing",
         per_process=True,
         type=int,
@@ -267,11 +280,13 @@ def add_folder_flags(group: FlagGroup) -> None:
     flag = group.add_argument
     flag(
         "--output_dir",
+        everyday=True,
         changes="nothing",
         help="folder of the run: checkpoints, logs, settings; the same command resumes the run in it",
     )
     flag(
         "--resume",
+        everyday=True,
         changes="nothing",
         default="auto",
         help="where a new run starts: a checkpoint or a run's folder; not used if --output_dir holds checkpoints",
@@ -291,6 +306,7 @@ def add_device_flags(group: FlagGroup) -> None:
     boolean = argparse.BooleanOptionalAction
     flag(
         "--device",
+        everyday=True,
         changes="rounding",
         default="auto",
         choices=("auto", "cpu", "cuda"),
@@ -298,6 +314,7 @@ def add_device_flags(group: FlagGroup) -> None:
     )
     flag(
         "--precision",
+        everyday=True,
         default="auto",
         choices=("auto", *PRECISIONS),
         help="auto: bf16 or fp16 on a GPU, fp32 on a CPU",
@@ -311,6 +328,7 @@ def add_device_flags(group: FlagGroup) -> None:
     )
     flag(
         "--compile",
+        everyday=True,
         changes="rounding",
         action=boolean,
         help="compile the training step by torch.compile, block by block (default: on a GPU with a C compiler, for "
@@ -333,6 +351,7 @@ def add_device_flags(group: FlagGroup) -> None:
     )
     flag(
         "--recompute",
+        everyday=True,
         changes="nothing",
         action=boolean,
         default=False,
@@ -366,6 +385,7 @@ def add_saving_flags(group: FlagGroup, unit: str) -> None:
     flag = group.add_argument
     flag(
         "--max_steps",
+        everyday=True,
         changes="nothing",
         type=int,
         at_least=1,
@@ -373,11 +393,12 @@ def add_saving_flags(group: FlagGroup, unit: str) -> None:
     )
     flag(
         "--save_every",
+        everyday=True,
         changes="nothing",
         type=int,
         default=20,
         at_least=1,
-        help=f"checkpoints at multiples of this many {unit} are never deleted; of the others the last two stay",
+        help=f"{unit} between checkpoints that are kept; of the others the last two stay",
     )
     flag(
         "--save_minutes",

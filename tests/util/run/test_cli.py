@@ -49,6 +49,56 @@ def test_help_shows_each_default_once_and_long_choices_once(monkeypatch):
         assert line in lines
 
 
+def many_flags():
+    """A parser of 22 flags, of which three are everyday ones."""
+    parser = Parser("x.py")
+    parser.add_argument("run", help="folder of the run")
+    data = parser.add_argument_group("data")
+    data.add_argument("--data_path", everyday=True, default="data", help="root of the data; CIFAR is downloaded to it")
+    data.add_argument("--hflip", everyday=True, action=argparse.BooleanOptionalAction, default=True, help="mirror them")
+    rare = parser.add_argument_group("rare")
+    for number in range(19):
+        rare.add_argument(f"--rare_{number}", help="seldom used")
+    run = parser.add_argument_group("run")
+    run.add_argument("--num_workers", everyday=True, type=int, help="workers (default: one per core)")
+    return parser
+
+
+def test_the_help_of_many_flags_shows_those_of_every_day_briefly(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        many_flags().parse_args(["--help"])
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "usage: x.py [flags] run",
+        "",
+        "positional arguments:",
+        "run folder of the run",
+        "",
+        "options:",
+        "-h, --help show this help message and exit",
+        "",
+        "data:",
+        "--data_path PATH root of the data (default: data)",
+        "--[no-]hflip mirror them (default: True)",
+        "",
+        "run:",
+        "--num_workers WORKERS workers",
+        "",
+        "`x.py --help_all` lists all 22 flags.",
+    ]
+
+
+def test_help_all_shows_every_flag_and_whole_texts(capsys):
+    parser = many_flags()
+    parser.format_help()  # which leaves the parser as it is
+    with pytest.raises(SystemExit, match="0"):
+        parser.parse_args(["--help_all"])
+    help_text = " ".join(capsys.readouterr().out.split())
+    assert help_text.count("seldom used") == 19
+    assert "root of the data; CIFAR is downloaded to it (default: data)" in help_text
+    assert "workers (default: one per core)" in help_text
+
+
 def make_parser():
     parser = Parser("main_x.py")
     parser.add_argument("run", nargs="?", default="here")
@@ -225,7 +275,7 @@ def test_errors_of_users_are_one_paragraph(capsys, error, message):
     with pytest.raises(SystemExit) as stop, user_errors(Parser("x.py")):
         raise error
     assert stop.value.code == 2
-    assert capsys.readouterr().err == f"x.py: error: {message}\n(`x.py --help` lists every flag)\n"
+    assert capsys.readouterr().err == f"x.py: error: {message}\n(`x.py --help_all` lists every flag)\n"
 
 
 def test_a_missing_permission_names_the_owner(tmp_path, capsys):
