@@ -146,7 +146,7 @@ def test_each_main_gets_its_data(capsys, table, flags, main, expected):
         ("frameworks --data_path D", "tec_vit_base_300ep needs --teacher"),
         ("ablation --data_path D --rows large*", "--rows 'large*' matches none of mae_vit_base_100ep, plain25_vit"),
         ("ablation --data_path D/nowhere", "--data_path 'D/nowhere' does not exist"),
-        ("ablation --data_path D --pretrain_flags=--no_such", "unrecognized arguments: --no_such"),
+        ("ablation --data_path D --pretrain_flags=--no_such", "unknown flag --no_such\n"),
         ("ablation --data_path D --launcher slurm -- --nodes 0", "--nodes must be at least 1, got 0"),
         ("ablation --data_path D --launcher slurm -- --dry_run", "--dry_run belongs before `--`"),
     ],

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -212,13 +213,39 @@ class Parser(FlagContainer, argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses `args`. A number outside the bounds of its flag ends the program, also that of a recipe."""
-        parsed = super().parse_args(args, namespace)
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.refuse_unknown(unknown)
         for name, rule in self.rules.items():
             value = getattr(parsed, name, None)
             objection = rule.objection(value)
             if objection is not None:
                 self.error(f"--{name} {objection}, got {value}")
         return parsed
+
+    def refuse_unknown(self, words: Sequence[str]) -> NoReturn:
+        """Ends the program, because it knows no flag to which these words belong."""
+        remarks = []
+        for word in words:
+            if word.startswith("--"):
+                flag = word.partition("=")[0]
+                remarks.append(f"unknown flag {flag}{close_to(flag[2:], self._option_string_actions)}")
+        self.error("; ".join(remarks) or f"unrecognized arguments: {' '.join(words)}")
+
+    def refuse_values_of_switches(self, words: Sequence[str]) -> None:
+        """Ends the program if a flag that is on or off has a value, such as `--hflip False` or `--hflip=False`."""
+        for word, next_word in pairwise([*words, ""]):
+            flag, equals, value = word.partition("=")
+            if not equals:
+                value = next_word
+            switch = self._option_string_actions.get(flag)
+            if not isinstance(switch, argparse.BooleanOptionalAction) or value.lower() not in ("true", "false"):
+                continue
+            on, off = switch.option_strings
+            right = on
+            if (value.lower() == "true") == (flag == off):
+                right = off
+            self.error(f"{flag} takes no value: give {right}")
 
     def format_help(self) -> str:
         """Returns the help of everyday flags. If there are few flags, returns that of all."""
@@ -243,6 +270,7 @@ class Parser(FlagContainer, argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses `args`, with the user's home for `~`. Shells leave it in `--flag=~/x` as it is."""
         words = [expand_home(word) for word in (sys.argv[1:] if args is None else args)]
+        self.refuse_values_of_switches(words)
         if namespace is None:
             namespace = argparse.Namespace()
         for name, value in self.recipe.items():

@@ -99,6 +99,34 @@ def test_help_all_shows_every_flag_and_whole_texts(capsys):
     assert "workers (default: one per core)" in help_text
 
 
+@pytest.mark.fault("U57b", "a misspelt flag, or a value for a switch: --hflip False", "exit code 2; says what is right")
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--data_pth x", "unknown flag --data_pth; close to it: --data_path"),
+        ("--data_pth=x", "unknown flag --data_pth; close to it: --data_path"),
+        ("--workers 3", "unknown flag --workers; close to it: --num_workers"),
+        ("--wrkers 3 --xyz", "unknown flag --wrkers; close to it: --num_workers; unknown flag --xyz"),
+        ("more words", "unrecognized arguments: more words"),
+        ("--hflip False", "--hflip takes no value: give --no-hflip"),
+        ("--hflip=false", "--hflip takes no value: give --no-hflip"),
+        ("--hflip True", "--hflip takes no value: give --hflip"),
+        ("--no-hflip True", "--no-hflip takes no value: give --no-hflip"),
+        ("--no-hflip=False", "--no-hflip takes no value: give --hflip"),
+    ],
+)
+def test_misspelt_flags_and_values_of_switches(flags, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        many_flags().parse_args(["here", *flags.split()])
+    assert f"x.py: error: {said}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", ["--data False", "--data_path=True", "--hf --data_path False", "--no-hflip"])
+def test_other_values_and_abbreviations_stay(flags):
+    args = many_flags().parse_args(["here", *flags.split()])
+    assert args.run == "here"
+
+
 def make_parser():
     parser = Parser("main_x.py")
     parser.add_argument("run", nargs="?", default="here")
