@@ -4,9 +4,11 @@ Every block has decomposed relative positions, which begin at 0. So the network 
 pre-trained, apart from the windows.
 """
 
+import math
+
 import torch
 from timm.layers import DropPath, Mlp
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models_vit import PatchEmbed, check_image_size, drop_path_rates, init_weights, layer_norm, patchify, split_heads
@@ -15,14 +17,15 @@ from util.pos_embed import resize_pos_embed, sincos_pos_embed
 Grid = tuple[int, int]  # (rows, columns)
 
 
-def relative_table(table: torch.Tensor, side: int) -> torch.Tensor:
+def relative_table(table: Tensor, side: int) -> Tensor:
     """Returns the embedding of each pair (query, key) of places on an axis, [side, side, d].
 
     table: [2 side - 1, d], whose row `side - 1` belongs to equal places, and the rows after it to a query after the
     key.
     """
     places = torch.arange(side, device=table.device)
-    return table[places[:, None] - places[None, :] + side - 1]
+    offsets = places[:, None] - places[None, :]
+    return table[offsets + side - 1]
 
 
 class DecomposedAttention(nn.Module):
@@ -35,67 +38,77 @@ class DecomposedAttention(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, grid_size: Grid) -> None:
         super().__init__()
-        if dim % num_heads:
-            raise ValueError(f"width {dim} does not divide into {num_heads} heads")
+        rows, columns = grid_size
+        head_dim = dim // num_heads
         self.num_heads = num_heads
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
-        rows, columns = grid_size
-        self.rel_pos_h = nn.Parameter(torch.zeros(2 * rows - 1, dim // num_heads))
-        self.rel_pos_w = nn.Parameter(torch.zeros(2 * columns - 1, dim // num_heads))
+        self.rel_pos_h = nn.Parameter(torch.zeros(2 * rows - 1, head_dim))
+        self.rel_pos_w = nn.Parameter(torch.zeros(2 * columns - 1, head_dim))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x: [B, rows, columns, C]."""
         rows, columns = x.shape[1:3]
-        q, k, v = split_heads(self.qkv(x).flatten(1, 2), self.num_heads)  # each [B, heads, T, d]
-        queries = torch.cat([q * q.shape[-1] ** -0.5, self.position_logits(q, rows, columns)], dim=-1)
-        keys = torch.cat([k, position_codes(k, rows, columns)], dim=-1)
-        width = queries.shape[-1] + -queries.shape[-1] % 8  # flash attention needs one width, a multiple of 8
-        queries = pad_width(queries, width)
-        keys = pad_width(keys, width)
-        out = F.scaled_dot_product_attention(queries, keys, pad_width(v, width), scale=1.0)
-        out = out[..., : v.shape[-1]].transpose(1, 2).flatten(2)
+        qkv = self.qkv(x).flatten(1, 2)
+        q, k, v = split_heads(qkv, self.num_heads)  # each [B, heads, T, d]
+        head_dim = q.shape[-1]
+        logits = self.position_logits(q, rows, columns)
+        codes = position_codes(k, rows, columns)
+        queries = torch.cat([q * head_dim**-0.5, logits], dim=-1)
+        keys = torch.cat([k, codes], dim=-1)
+        width = 8 * math.ceil(keys.shape[-1] / 8)  # flash attention needs one width, a multiple of 8
+        out = F.scaled_dot_product_attention(
+            pad_width(queries, width),
+            pad_width(keys, width),
+            pad_width(v, width),
+            scale=1.0,
+        )
+        out = out[..., :head_dim].transpose(1, 2).flatten(2)
         return self.proj(out).unflatten(1, (rows, columns))
 
-    def position_logits(self, q: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    def position_logits(self, q: Tensor, rows: int, columns: int) -> Tensor:
         """Returns the products of queries [B, heads, T, d] with both tables, [B, heads, T, rows + columns]."""
         grid = q.unflatten(2, (rows, columns))
-        down = torch.einsum("bnhwd,hkd->bnhwk", grid, relative_table(self.rel_pos_h, rows).to(q.dtype))
-        across = torch.einsum("bnhwd,wkd->bnhwk", grid, relative_table(self.rel_pos_w, columns).to(q.dtype))
-        return torch.cat([down, across], dim=-1).flatten(2, 3)
+        row_table = relative_table(self.rel_pos_h, rows).to(q.dtype)
+        column_table = relative_table(self.rel_pos_w, columns).to(q.dtype)
+        down = torch.einsum("bnhwd,hkd->bnhwk", grid, row_table)
+        across = torch.einsum("bnhwd,wkd->bnhwk", grid, column_table)
+        logits = torch.cat([down, across], dim=-1)
+        return logits.flatten(2, 3)
 
 
-def position_codes(k: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def position_codes(k: Tensor, rows: int, columns: int) -> Tensor:
     """Returns the one-hot codes of the row and the column of each key, [B, heads, T, rows + columns]."""
-    row_codes = torch.eye(rows, dtype=k.dtype, device=k.device).repeat_interleave(columns, dim=0)
-    column_codes = torch.eye(columns, dtype=k.dtype, device=k.device).repeat(rows, 1)
-    return torch.cat([row_codes, column_codes], dim=1).expand(*k.shape[:2], -1, -1)
+    row_codes = torch.eye(rows, device=k.device).repeat_interleave(columns, dim=0)
+    column_codes = torch.eye(columns, device=k.device).repeat(rows, 1)
+    codes = torch.cat([row_codes, column_codes], dim=1).to(k.dtype)
+    return codes.expand(*k.shape[:2], -1, -1)
 
 
-def pad_width(x: torch.Tensor, width: int) -> torch.Tensor:
+def pad_width(x: Tensor, width: int) -> Tensor:
     """Pads the last axis with zeros."""
     return F.pad(x, (0, width - x.shape[-1]))
 
 
-def window_partition(x: torch.Tensor, side: int) -> tuple[torch.Tensor, Grid]:
-    """Cuts maps [B, H, W, C] into windows [B * n, side, side, C], with zeros added at the bottom and the right.
-
-    Returns (windows, (height, width) with the padding).
-    """
-    batch, height, width, channels = x.shape
-    x = F.pad(x, (0, 0, 0, -width % side, 0, -height % side))
+def window_partition(x: Tensor, side: int) -> Tensor:
+    """Cuts maps [B, H, W, C] into windows [B * n, side, side, C], with zeros added at the bottom and the right."""
     height, width = x.shape[1:3]
-    x = x.view(batch, height // side, side, width // side, side, channels)
-    return x.transpose(2, 3).reshape(-1, side, side, channels), (height, width)
+    x = F.pad(x, (0, 0, 0, -width % side, 0, -height % side))
+    x = x.unflatten(2, (-1, side))
+    x = x.unflatten(1, (-1, side))  # [B, rows, side, columns, side, C]
+    return x.transpose(2, 3).flatten(0, 2)
 
 
-def window_unpartition(windows: torch.Tensor, padded: Grid, size: Grid) -> torch.Tensor:
+def window_unpartition(windows: Tensor, size: Grid) -> Tensor:
     """Joins windows [B * n, side, side, C] into maps [B, *size, C], the inverse of `window_partition`."""
-    height, width = padded
-    side, _, channels = windows.shape[1:]
-    x = windows.view(-1, height // side, width // side, side, side, channels)
-    x = x.transpose(2, 3).reshape(-1, height, width, channels)
-    return x[:, : size[0], : size[1]]
+    height, width = size
+    side = windows.shape[1]
+    rows = math.ceil(height / side)
+    columns = math.ceil(width / side)
+    x = windows.unflatten(0, (-1, rows, columns))
+    x = x.transpose(2, 3)  # [B, rows, side, columns, side, C]
+    x = x.flatten(3, 4).flatten(1, 2)
+    return x[:, :height, :width]
 
 
 class DetBlock(nn.Module):
@@ -105,7 +118,13 @@ class DetBlock(nn.Module):
     """
 
     def __init__(
-        self, dim: int, num_heads: int, mlp_ratio: float, drop_path: float, grid_size: Grid, window_size: int = 0
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_ratio: float,
+        drop_path: float,
+        grid_size: Grid,
+        window_size: int = 0,
     ) -> None:
         super().__init__()
         self.window_size = window_size
@@ -115,17 +134,18 @@ class DetBlock(nn.Module):
         self.attn = DecomposedAttention(dim, num_heads, grid_size)
         self.norm2 = layer_norm(dim)
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
-        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+        self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
         if self.window_size:
-            windows, padded = window_partition(y, self.window_size)
-            y = window_unpartition(self.attn(windows), padded, tuple(x.shape[1:3]))
+            windows = window_partition(y, self.window_size)
+            y = window_unpartition(self.attn(windows), x.shape[1:3])
         else:
             y = self.attn(y)
         x = x + self.drop_path(y)
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+        y = self.mlp(self.norm2(x))
+        return x + self.drop_path(y)
 
 
 class ViTDet(nn.Module):
@@ -158,8 +178,10 @@ class ViTDet(nn.Module):
         self.patch_size = patch_size
         self.embed_dim = embed_dim
         self.depth = depth
-        self.map_size: Grid = (img_size // patch_size, img_size // patch_size)
-        self.grid_size: Grid = (pretrain_size // patch_size, pretrain_size // patch_size)  # of the position table
+        map_side = img_size // patch_size
+        table_side = pretrain_size // patch_size
+        self.map_size = (map_side, map_side)
+        self.grid_size = (table_side, table_side)  # of the position table
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
         table = sincos_pos_embed(embed_dim, self.grid_size, num_prefix=1).float()
         self.pos_embed = nn.Parameter(table.unsqueeze(0))  # [1, 1 + N, D]; the class token's row is not used
@@ -172,18 +194,21 @@ class ViTDet(nn.Module):
             self.blocks.append(DetBlock(embed_dim, num_heads, mlp_ratio, rate, self.map_size, side))
         init_weights(self)
 
-    def adapt_weights(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def adapt_weights(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns an encoder's weights with one row for class tokens in the position table, however many it has."""
         if "cls_token" not in tensors or "pos_embed" not in tensors:
             return tensors
         num_class_rows = tensors["cls_token"].shape[1]
-        return {**tensors, "pos_embed": tensors["pos_embed"][:, num_class_rows - 1 :]}
+        table = tensors["pos_embed"][:, num_class_rows - 1 :]
+        return {**tensors, "pos_embed": table}
 
-    def forward(self, imgs: torch.Tensor) -> torch.Tensor:
+    def forward(self, imgs: Tensor) -> Tensor:
         """Returns the last block's map [B, D, rows, columns] of normalised images [B, C, H, W], without a norm."""
         check_image_size(imgs, self.img_size)
-        positions = resize_pos_embed(self.pos_embed, self.grid_size, self.map_size)[:, 1:]
-        x = (self.patch_embed(patchify(imgs, self.patch_size)) + positions).unflatten(1, self.map_size)
+        table = resize_pos_embed(self.pos_embed, self.grid_size, self.map_size)
+        x = self.patch_embed(patchify(imgs, self.patch_size))
+        x = x + table[:, 1:]
+        x = x.unflatten(1, self.map_size)
         for block in self.blocks:
             x = block(x)
         return x.permute(0, 3, 1, 2).contiguous()
@@ -204,8 +229,9 @@ class ChannelNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.layer_norm(x.permute(0, 2, 3, 1), self.weight.shape, self.weight, self.bias, eps=1e-6)
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.permute(0, 2, 3, 1)
+        x = F.layer_norm(x, self.weight.shape, self.weight, self.bias, eps=1e-6)
         return x.permute(0, 3, 1, 2)
 
 
@@ -229,14 +255,25 @@ class SimpleFeaturePyramid(nn.Module):
 
     def __init__(self, dim: int, channels: int = 256) -> None:
         super().__init__()
-        quadruple = [double(dim), ChannelNorm(dim // 2), nn.GELU(), double(dim // 2)]
-        twice = [double(dim)]
-        half = [nn.MaxPool2d(kernel_size=2, stride=2)]
-        self.stages = nn.ModuleList()
-        for resize, width in ((quadruple, dim // 4), (twice, dim // 2), ([], dim), (half, dim)):
-            self.stages.append(nn.Sequential(*resize, *lateral(width, channels)))
+        quadruple = [
+            double(dim),
+            ChannelNorm(dim // 2),
+            nn.GELU(),
+            double(dim // 2),
+        ]
+        twice = double(dim)
+        half = nn.MaxPool2d(kernel_size=2, stride=2)
+        self.stages = nn.ModuleList(
+            [
+                nn.Sequential(*quadruple, *lateral(dim // 4, channels)),
+                nn.Sequential(twice, *lateral(dim // 2, channels)),
+                nn.Sequential(*lateral(dim, channels)),
+                nn.Sequential(half, *lateral(dim, channels)),
+            ]
+        )
 
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def forward(self, x: Tensor) -> list[Tensor]:
         """Returns five maps, the finest first, of a map [B, D, rows, columns]."""
         maps = [stage(x) for stage in self.stages]
-        return [*maps, F.max_pool2d(maps[-1], kernel_size=1, stride=2)]
+        coarsest = F.max_pool2d(maps[-1], kernel_size=1, stride=2)
+        return [*maps, coarsest]

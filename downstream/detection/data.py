@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from torchvision.ops import masks_to_boxes
 
@@ -37,10 +38,10 @@ class Annotation(NamedTuple):
 class DetectionSample(NamedTuple):
     """A transformed image and its objects."""
 
-    img: torch.Tensor  # [C, h, w]
-    boxes: torch.Tensor  # float [n, 4]
-    labels: torch.Tensor  # int64 [n]
-    masks: torch.Tensor  # uint8 [n, h, w]; [0, h, w] without masks
+    img: Tensor  # [C, h, w]
+    boxes: Tensor  # float [n, 4]
+    labels: Tensor  # int64 [n]
+    masks: Tensor  # uint8 [n, h, w]; [0, h, w] without masks
 
 
 class CocoImages(ImageFiles):
@@ -62,8 +63,11 @@ class CocoImages(ImageFiles):
         content = read_coco(self.json_path)
         if not Path(image_root).is_dir():
             raise ValueError(f"{str(image_root)!r}, the folder of the images of {str(json_path)!r}, does not exist")
-        self.categories = sorted((c["id"], str(c.get("name", c["id"]))) for c in content["categories"])
-        annotated = group_by_image(content, [category for category, _ in self.categories])
+        self.categories: list[tuple[int, str]] = []
+        for category in sorted(content["categories"], key=lambda category: category["id"]):
+            name = category.get("name", category["id"])
+            self.categories.append((category["id"], str(name)))
+        annotated = group_by_image(content, [category_id for category_id, _ in self.categories])
         images = sorted(content["images"], key=lambda image: image["id"])
         notes = []
         if training:
@@ -72,15 +76,19 @@ class CocoImages(ImageFiles):
             if len(with_objects) < len(images):
                 notes.append(f"images without objects ignored: {len(images) - len(with_objects)}")
             images = with_objects
-        super().__init__(image_root, [(image["file_name"], 0) for image in images], [], notes, in_chans)
+        samples = [(image["file_name"], 0) for image in images]
+        super().__init__(image_root, samples, classes=[], notes=notes, in_chans=in_chans)
         self.ids = np.array([image["id"] for image in images], np.int64)
         self.sizes = np.array([(image["height"], image["width"]) for image in images], np.int64)
         self.num_objects = 0
         self.num_masks = 0
         for image in images:
             for annotation in annotated[image["id"]]:
-                self.num_objects += not annotation.is_crowd
-                self.num_masks += not annotation.is_crowd and annotation.segmentation is not None
+                if annotation.is_crowd:
+                    continue
+                self.num_objects += 1
+                if annotation.segmentation is not None:
+                    self.num_masks += 1
         if not self.num_objects:
             raise ValueError(f"{str(json_path)!r} has no image with an object")
         # Bytes in one array, which forked workers share.
@@ -162,13 +170,14 @@ def group_by_image(content: Mapping[str, Any], category_ids: Sequence[int]) -> d
     label_of = {category: label for label, category in enumerate(category_ids, 1)}
     grouped: dict[int, list[Annotation]] = {image_id: [] for image_id in sizes}
     for entry in content["annotations"]:
+        image_id = entry["image_id"]
         annotation = Annotation(
-            box=clip_box(entry["bbox"], sizes[entry["image_id"]]),
+            box=clip_box(entry["bbox"], sizes[image_id]),
             label=label_of[entry["category_id"]],
             is_crowd=bool(entry.get("iscrowd", 0)),
             segmentation=entry.get("segmentation") or None,
         )
-        grouped[entry["image_id"]].append(annotation)
+        grouped[image_id].append(annotation)
     return grouped
 
 
@@ -192,10 +201,11 @@ def leave_out_untrainable(annotated: dict[int, list[Annotation]]) -> list[str]:
 
 def clip_box(box: Sequence[float], size: Size) -> list[float] | None:
     """Returns the part of a box [x, y, width, height] inside an image as [x1, y1, x2, y2]; None if it has no area."""
-    x1 = max(0.0, box[0])
-    y1 = max(0.0, box[1])
-    x2 = min(float(size[1]), box[0] + box[2])
-    y2 = min(float(size[0]), box[1] + box[3])
+    x, y, width, height = box
+    x1 = max(0.0, x)
+    y1 = max(0.0, y)
+    x2 = min(float(size[1]), x + width)
+    y2 = min(float(size[0]), y + height)
     if x2 > x1 and y2 > y1:
         return [x1, y1, x2, y2]
     return None
@@ -214,30 +224,35 @@ class FlipResizeCrop:
     rows: range
     columns: range
 
-    def move_image(self, img: torch.Tensor) -> torch.Tensor:
+    def move_image(self, img: Tensor) -> Tensor:
         """Returns the crop of [C, H, W]."""
         if self.flip:
             img = mirror(img)
         img = resize(img, self.resized, "bilinear")
-        return img[:, self.rows.start : self.rows.stop, self.columns.start : self.columns.stop].contiguous()
+        rows = slice(self.rows.start, self.rows.stop)
+        columns = slice(self.columns.start, self.columns.stop)
+        return img[:, rows, columns].contiguous()
 
-    def move_points(self, points: torch.Tensor) -> torch.Tensor:
+    def move_points(self, points: Tensor) -> Tensor:
         """Returns where points [..., (x, y)] of the image are in the crop."""
+        height, width = self.before
+        new_height, new_width = self.resized
         x, y = points.unbind(-1)
         if self.flip:
-            x = self.before[1] - x
-        x = x * self.resized[1] / self.before[1] - self.columns.start
-        y = y * self.resized[0] / self.before[0] - self.rows.start
+            x = width - x
+        x = x * new_width / width - self.columns.start
+        y = y * new_height / height - self.rows.start
         return torch.stack([x, y], dim=-1)
 
-    def move_boxes(self, boxes: torch.Tensor) -> torch.Tensor:
+    def move_boxes(self, boxes: Tensor) -> Tensor:
         """Returns what the crop shows of boxes [n, 4]. Those outside have no area."""
-        corners = self.move_points(boxes.reshape(-1, 2, 2))
+        corners = self.move_points(boxes.unflatten(1, (2, 2)))
         corners = corners.sort(dim=1).values  # a flip has exchanged left and right
-        limits = torch.tensor([len(self.columns), len(self.rows)], dtype=corners.dtype)
-        return corners.clamp(min=0).minimum(limits).flatten(1)
+        limits = torch.tensor([len(self.columns), len(self.rows)])
+        corners = corners.clamp(min=0).minimum(limits)
+        return corners.flatten(1)
 
-    def move_mask(self, segmentation: Any) -> torch.Tensor:
+    def move_mask(self, segmentation: Any) -> Tensor:
         """Returns what the crop shows of an object's mask, uint8 [rows, columns].
 
         Polygons are moved, then drawn at the size of the crop, as in detectron2. Of run-length codes, the nearest
@@ -247,23 +262,27 @@ class FlipResizeCrop:
             moved = []
             for polygon in segmentation:
                 points = torch.tensor(polygon, dtype=torch.float64).view(-1, 2)
-                moved.append(self.move_points(points).flatten().tolist())
+                points = self.move_points(points)
+                moved.append(points.flatten().tolist())
             return torch.from_numpy(decode_mask(moved, len(self.rows), len(self.columns)))
-        rows = nearest(self.rows, self.before[0], self.resized[0])
-        columns = nearest(self.columns, self.before[1], self.resized[1])
+        height, width = self.before
+        new_height, new_width = self.resized
+        rows = nearest(self.rows, height, new_height)
+        columns = nearest(self.columns, width, new_width)
         if self.flip:
-            columns = self.before[1] - 1 - columns
-        mask = torch.from_numpy(decode_mask(segmentation, *self.before))
+            columns = width - 1 - columns
+        mask = torch.from_numpy(decode_mask(segmentation, height, width))
         return mask[rows][:, columns]
 
 
-def nearest(places: range, source: int, target: int) -> torch.Tensor:
+def nearest(places: range, source: int, target: int) -> Tensor:
     """Returns the source pixel at the centre of each of the target pixels `places` on an axis, int64."""
-    centres = (torch.arange(places.start, places.stop, dtype=torch.float64) + 0.5) * source / target
-    return centres.long().clamp(max=source - 1)
+    centres = torch.arange(places.start, places.stop, dtype=torch.float64) + 0.5
+    pixels = (centres * source / target).long()
+    return pixels.clamp(max=source - 1)
 
 
-def boxes_of_masks(masks: torch.Tensor) -> torch.Tensor:
+def boxes_of_masks(masks: Tensor) -> Tensor:
     """Returns the tight box [x1, y1, x2, y2] of each mask [n, H, W], float [n, 4]. Every mask must have a pixel."""
     boxes = masks_to_boxes(masks)  # from the first to the last pixel
     boxes[:, 2:] += 1
@@ -296,41 +315,46 @@ class LargeScaleJitter:
         self.masks = masks
         self.hflip = hflip
 
-    def __call__(self, img: torch.Tensor, epoch: int, index: int) -> DetectionSample:
+    def __call__(self, img: Tensor, epoch: int, index: int) -> DetectionSample:
         """Augments [C, H, W], image number `index`."""
-        crop = self.draw_crop((img.shape[1], img.shape[2]), epoch, index)
+        height, width = img.shape[1:]
+        crop = self.draw_crop((height, width), epoch, index)
         img = crop.move_image(img)
         annotations = self.images.annotations(index)
-        labels = torch.tensor([annotation.label for annotation in annotations], dtype=torch.int64)
+        labels = torch.tensor([annotation.label for annotation in annotations])
         if self.masks:
             masks = torch.stack([crop.move_mask(annotation.segmentation) for annotation in annotations])
-            is_shown = (masks > 0).flatten(1).any(dim=1)
+            is_shown = masks.flatten(1).amax(dim=1) > 0
             masks = masks[is_shown]
             return DetectionSample(img, boxes_of_masks(masks), labels[is_shown], masks)
-        boxes = crop.move_boxes(torch.tensor([annotation.box for annotation in annotations]))
-        is_shown = (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
+        boxes = torch.tensor([annotation.box for annotation in annotations])
+        boxes = crop.move_boxes(boxes)
+        x1, y1, x2, y2 = boxes.unbind(1)
+        is_shown = (x2 > x1) & (y2 > y1)
         return DetectionSample(img, boxes[is_shown], labels[is_shown], no_masks(img))
 
     def draw_crop(self, before: Size, epoch: int, index: int) -> FlipResizeCrop:
         """Draws what is done to an image of the (height, width) `before`."""
         u_flip, u_scale, u_top, u_left = addressed_numbers(AUGMENT, self.seed, epoch, index, 4)
         low, high = self.scale_range
-        resized = scaled_size(before, self.side * (low + u_scale * (high - low)))
+        scale = low + u_scale * (high - low)
+        height, width = scaled_size(before, self.side * scale)
         return FlipResizeCrop(
             before,
-            resized,
+            resized=(height, width),
             flip=self.hflip and u_flip < 0.5,
-            rows=self.place_crop(u_top, resized[0]),
-            columns=self.place_crop(u_left, resized[1]),
+            rows=self.place_crop(u_top, height),
+            columns=self.place_crop(u_left, width),
         )
 
     def place_crop(self, u: float, length: int) -> range:
         """Returns the rows or columns of a crop. u: uniform in [0, 1)."""
         start = round(u * max(0, length - self.side))
-        return range(start, min(length, start + self.side))
+        end = min(length, start + self.side)
+        return range(start, end)
 
 
-def no_masks(img: torch.Tensor) -> torch.Tensor:
+def no_masks(img: Tensor) -> Tensor:
     """Returns the masks of no objects, uint8 [0, h, w]."""
     return torch.zeros(0, *img.shape[1:], dtype=torch.uint8)
 
@@ -341,10 +365,17 @@ class ResizeForDetection:
     def __init__(self, side: int) -> None:
         self.side = side
 
-    def __call__(self, img: torch.Tensor, epoch: int = 0, index: int = 0) -> DetectionSample:
+    def __call__(self, img: Tensor, epoch: int = 0, index: int = 0) -> DetectionSample:
         """Returns [C, h, w] of [C, H, W], and no objects."""
-        img = resize(img, scaled_size((img.shape[1], img.shape[2]), self.side), "bilinear").contiguous()
-        return DetectionSample(img, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), no_masks(img))
+        height, width = img.shape[1:]
+        size = scaled_size((height, width), self.side)
+        img = resize(img, size, "bilinear").contiguous()
+        return DetectionSample(
+            img,
+            boxes=torch.zeros(0, 4),
+            labels=torch.zeros(0, dtype=torch.int64),
+            masks=no_masks(img),
+        )
 
 
 class PadAndStack:
@@ -367,6 +398,7 @@ class PadAndStack:
         masks = torch.cat([self.pad(sample.masks) for sample in transformed])
         return imgs, sizes, counts, boxes, labels, masks
 
-    def pad(self, x: torch.Tensor) -> torch.Tensor:
+    def pad(self, x: Tensor) -> Tensor:
         """Pads [..., h, w] with zeros."""
-        return F.pad(x, (0, self.side - x.shape[-1], 0, self.side - x.shape[-2]))
+        height, width = x.shape[-2:]
+        return F.pad(x, (0, self.side - width, 0, self.side - height))

@@ -32,18 +32,22 @@ Objects = list[tuple[int, np.ndarray]]  # (class from 1, visible mask bool [SIDE
 
 
 def make_scene(
-    backgrounds: Sequence[Image.Image], photos: Sequence[Image.Image], split: str, rng: np.random.Generator
+    backgrounds: Sequence[Image.Image],
+    photos: Sequence[Image.Image],
+    is_train: bool,
+    rng: np.random.Generator,
 ) -> tuple[np.ndarray, Objects]:
     """Returns (image uint8 [SIDE, SIDE, 3], objects)."""
-    is_train = split == "train"
-    img = cut(backgrounds[int(rng.integers(len(backgrounds)))], is_train, SIDE, rng).copy()
+    background = backgrounds[int(rng.integers(len(backgrounds)))]
+    img = cut(background, is_train, SIDE, rng).copy()
     objects: Objects = []
-    for _ in range(int(rng.integers(1, 4))):
+    for _ in range(rng.integers(1, 4)):
         side = int(rng.integers(14, 33))
         label = int(rng.integers(len(photos)))
         top, left = rng.integers(SIDE - side + 1, size=2)
-        mask = draw_shape(top, left, side, is_disc=rng.random() < 0.5)
-        if not all((other & ~mask).sum() >= MIN_VISIBLE * other.sum() for _, other in objects):
+        is_disc = rng.random() < 0.5
+        mask = draw_shape(top, left, side, is_disc)
+        if hides_an_object(mask, objects):
             continue
         objects = [(number, other & ~mask) for number, other in objects]
         objects.append((label + 1, mask))
@@ -51,6 +55,15 @@ def make_scene(
         whole[top : top + side, left : left + side] = cut(photos[label], is_train, side, rng)
         img[mask] = whole[mask]
     return img, objects
+
+
+def hides_an_object(mask: np.ndarray, objects: Objects) -> bool:
+    """Whether less than MIN_VISIBLE of an object would stay visible behind `mask`."""
+    for _, other in objects:
+        visible = other & ~mask
+        if visible.sum() < MIN_VISIBLE * other.sum():
+            return True
+    return False
 
 
 def draw_shape(top: int, left: int, side: int, is_disc: bool) -> np.ndarray:
@@ -65,12 +78,12 @@ def draw_shape(top: int, left: int, side: int, is_disc: bool) -> np.ndarray:
 
 def make_annotation(image_id: int, label: int, mask: np.ndarray) -> dict[str, Any]:
     """Returns an entry of COCO's annotations, without an id."""
-    rows = np.flatnonzero(mask.any(axis=1)).tolist()
-    columns = np.flatnonzero(mask.any(axis=0)).tolist()
+    top, *_, bottom = np.flatnonzero(mask.any(axis=1)).tolist()
+    left, *_, right = np.flatnonzero(mask.any(axis=0)).tolist()
     return {
         "image_id": image_id,
         "category_id": label,
-        "bbox": [columns[0], rows[0], columns[-1] + 1 - columns[0], rows[-1] + 1 - rows[0]],
+        "bbox": [left, top, right + 1 - left, bottom + 1 - top],
         "segmentation": encode_mask(mask),
         "area": int(mask.sum()),
         "iscrowd": 0,
@@ -82,22 +95,29 @@ def write_scenes(root: Path, num_train: int = 300, num_val: int = 60) -> None:
     backgrounds = read_photos(BACKGROUNDS)
     photos = read_photos(OBJECTS)
     (root / "annotations").mkdir(parents=True, exist_ok=True)
-    for seed, split, count in ((0, "train", num_train), (1, "val", num_val)):
+    counts = {"train": num_train, "val": num_val}
+    for seed, (split, count) in enumerate(counts.items()):
         rng = np.random.default_rng(seed)
         folder = root / f"{split}2017"
         folder.mkdir(exist_ok=True)
         images = []
         annotations: list[dict[str, Any]] = []
         for image_id in range(1, count + 1):
-            img, objects = make_scene(backgrounds, photos, split, rng)
+            img, objects = make_scene(backgrounds, photos, split == "train", rng)
             name = f"{image_id:03d}.png"
             Image.fromarray(img).save(folder / name)
             images.append({"id": image_id, "file_name": name, "height": SIDE, "width": SIDE})
             for label, mask in objects:
-                annotations.append({"id": len(annotations) + 1, **make_annotation(image_id, label, mask)})
-        categories = [{"id": label, "name": Path(name).stem} for label, name in enumerate(OBJECTS, 1)]
-        content = {"images": images, "annotations": annotations, "categories": categories}
-        (root / "annotations" / f"instances_{split}2017.json").write_text(json.dumps(content))
+                annotation = make_annotation(image_id, label, mask)
+                annotation["id"] = len(annotations) + 1
+                annotations.append(annotation)
+        content = {
+            "images": images,
+            "annotations": annotations,
+            "categories": [{"id": label, "name": Path(name).stem} for label, name in enumerate(OBJECTS, 1)],
+        }
+        json_path = root / "annotations" / f"instances_{split}2017.json"
+        json_path.write_text(json.dumps(content))
 
 
 def main(argv: Sequence[str] | None = None) -> bool:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from downstream.detection.annotations import read_coco
 from downstream.detection.data import Batch, CocoImages, PadAndStack, ResizeForDetection
@@ -21,7 +21,7 @@ from util.evaluate.results import Evaluation
 from util.run.loop import TrainLoop
 
 
-def pad_with_zeros(imgs: torch.Tensor, sizes: Sequence[Size]) -> torch.Tensor:
+def pad_with_zeros(imgs: Tensor, sizes: Sequence[Size]) -> Tensor:
     """Sets the padded pixels of normalised images [B, C, H, W] to 0. sizes: (height, width) without the padding."""
     for img, (height, width) in zip(imgs, sizes, strict=True):
         img[:, height:] = 0
@@ -29,7 +29,7 @@ def pad_with_zeros(imgs: torch.Tensor, sizes: Sequence[Size]) -> torch.Tensor:
     return imgs
 
 
-def split_targets(batch: Batch) -> tuple[list[Size], list[dict[str, torch.Tensor]]]:
+def split_targets(batch: Batch) -> tuple[list[Size], list[dict[str, Tensor]]]:
     """Returns (sizes, targets) of the images of a batch. Targets have masks if the batch has one for each object."""
     _, sizes, counts, boxes, labels, masks = batch
     has_masks = len(masks) == len(labels)
@@ -58,8 +58,9 @@ def train_iterations(model: nn.Module, batches: Iterator[Batch], steps: range, l
             sizes, targets = split_targets(batch)
             with loop.no_sync_before_last(model, micro):
                 with loop.autocast():
-                    losses = model(pad_with_zeros(loop.normalize(batch[0]), sizes), sizes, targets)
-                del batch, targets  # frees their memory for the backward pass
+                    imgs = pad_with_zeros(loop.normalize(batch[0]), sizes)
+                    losses = model(imgs, sizes, targets)
+                del batch, imgs, targets  # frees their memory for the backward pass
                 loop.scaled_loss(losses, micro).backward()
         grad_norm = loop.update_weights()
         loop.end_step(grad_norm)  # logs every `print_freq` steps
@@ -71,7 +72,7 @@ def train_iterations(model: nn.Module, batches: Iterator[Batch], steps: range, l
 
 
 @contextmanager
-def count_non_finite(model: nn.Module, device: torch.device) -> Iterator[torch.Tensor]:
+def count_non_finite(model: nn.Module, device: torch.device) -> Iterator[Tensor]:
     """Yields the number, so far, of outputs of the heads that are not finite: they would pass for no detections."""
     num_bad = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -88,9 +89,9 @@ def count_non_finite(model: nn.Module, device: torch.device) -> Iterator[torch.T
             hook.remove()
 
 
-def tensors_of(outputs: Any) -> Iterator[torch.Tensor]:
+def tensors_of(outputs: Any) -> Iterator[Tensor]:
     """Yields the tensors in nested tuples and lists."""
-    if isinstance(outputs, torch.Tensor):
+    if isinstance(outputs, Tensor):
         yield outputs
         return
     for output in outputs:
@@ -99,7 +100,10 @@ def tensors_of(outputs: Any) -> Iterator[torch.Tensor]:
 
 @torch.no_grad()
 def detect_all(
-    model: nn.Module, images: CocoImages, num_pictures: int, context: EvalContext
+    model: nn.Module,
+    images: CocoImages,
+    num_pictures: int,
+    context: EvalContext,
 ) -> tuple[list[dict[str, Any]], list[ShownImage]]:
     """Returns (COCO's results of all images, which the ranks share; the first `num_pictures` images of this rank).
 
@@ -118,13 +122,16 @@ def detect_all(
     with count_non_finite(model, device) as num_bad:
         for index, batch in zip(share_of_rank(indices).tolist(), loaded, strict=True):
             imgs, sizes, *_ = batch
-            imgs = pad_with_zeros(context.normalize(imgs.to(device, non_blocking=True)), sizes)
+            imgs = context.normalize(imgs.to(device, non_blocking=True))
+            imgs = pad_with_zeros(imgs, sizes)
             with context.autocast():
                 (detections,) = model(imgs, sizes)
-            objects = detections_in_image(detections, sizes[0], tuple(images.sizes[index].tolist()))
+            size = tuple(images.sizes[index].tolist())
+            objects = detections_in_image(detections, sizes[0], size)
             results += coco_results(objects, int(images.ids[index]), category_ids)
             if len(shown) < num_pictures:
-                whole = torch.from_numpy(images.load(index)[0]).permute(2, 0, 1).to(device)
+                pixels, _ = images.load(index)
+                whole = torch.from_numpy(pixels).permute(2, 0, 1).to(device)
                 img = as_picture(context.normalize(whole), context.normalize)
                 shown.append(ShownImage(img, annotated_objects(images, index), objects))
     model.train(was_training)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from downstream.detection.masks import INSTALL, coco_masks, mask_code
+from downstream.detection.masks import coco_masks, mask_code
 
 # The first six numbers of COCO's summary, in percent. Small, medium and large are areas with bounds 32^2 and 96^2.
 NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
@@ -15,13 +15,9 @@ def average_precision(
     """Returns the value of each of NAMES in percent, None where there are no objects.
 
     truth: the content of a COCO-style JSON file. detections: COCO's results of all images, with image_id, category_id,
-    score, bbox [x, y, width, height] and, for masks, segmentation. kind: "bbox" or "segm". ValueError if
-    faster-coco-eval is not installed.
+    score, bbox [x, y, width, height] and, for masks, segmentation. kind: "bbox" or "segm".
     """
-    try:
-        from faster_coco_eval import COCO, COCOeval_faster
-    except ImportError as error:
-        raise ValueError(f"average precision needs faster-coco-eval, which is not installed: {INSTALL}") from error
+    from faster_coco_eval import COCO, COCOeval_faster
 
     coco = COCO(complete_truth(truth))
     left_out = "segmentation"
@@ -49,14 +45,18 @@ def complete_truth(truth: Mapping[str, Any]) -> dict[str, Any]:
     annotations = []
     for number, annotation in enumerate(truth["annotations"], 1):
         completed = {"iscrowd": 0, **annotation, "id": number}
+        segmentation = annotation.get("segmentation")
         x, y, width, height = annotation["bbox"]
+        right = x + width
+        bottom = y + height
         if completed.get("area") is None:
             completed["area"] = width * height
-            if annotation.get("segmentation"):
-                code = mask_code(annotation["segmentation"], *sizes[annotation["image_id"]])
+            if segmentation:
+                rows, columns = sizes[annotation["image_id"]]
+                code = mask_code(segmentation, rows, columns)
                 completed["area"] = float(coco_masks().area(code))
-        if completed["iscrowd"] and not annotation.get("segmentation"):
-            completed["segmentation"] = [[x, y, x + width, y, x + width, y + height, x, y + height]]
+        if completed["iscrowd"] and not segmentation:
+            completed["segmentation"] = [[x, y, right, y, right, bottom, x, bottom]]
         annotations.append(completed)
     # The evaluator writes into images and categories: it gets copies.
     images = [dict(image) for image in truth["images"]]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCNNPredictor
@@ -24,21 +24,22 @@ from downstream.detection.backbone import ChannelNorm, SimpleFeaturePyramid, ViT
 BOX_GRID = 7  # side of the features of a box
 MASK_GRID = 14  # side of the features of a mask
 
-Target = dict[str, torch.Tensor]  # boxes [n, 4], labels int64 [n] from 1 on, masks uint8 [n, H, W]
-Detections = dict[str, torch.Tensor]  # boxes [n, 4], labels [n], scores [n], masks [n, 28, 28]: probabilities in a box
+Target = dict[str, Tensor]  # boxes [n, 4], labels int64 [n] from 1 on, masks uint8 [n, H, W]
+Detections = dict[str, Tensor]  # boxes [n, 4], labels [n], scores [n], masks [n, 28, 28]: probabilities in a box
 
 
 class AnchorsInFloat32(AnchorGenerator):
     """Torchvision's anchors, in float32 for maps of any type. In bfloat16 they would be several pixels off."""
 
-    def forward(self, image_list: ImageList, feature_maps: list[torch.Tensor]) -> list[torch.Tensor]:
-        return super().forward(image_list, [feature_maps[0].float(), *feature_maps[1:]])
+    def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
+        first, *others = feature_maps
+        return super().forward(image_list, [first.float(), *others])
 
 
 class RPNHeadInFloat32(RPNHead):
     """Torchvision's RPN head, whose outputs are float32 under autocast, too."""
 
-    def forward(self, x: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         logits, boxes = super().forward(x)
         return [value.float() for value in logits], [value.float() for value in boxes]
 
@@ -48,20 +49,22 @@ class RegionProposalNetworkL1(RegionProposalNetwork):
 
     def compute_loss(
         self,
-        objectness: torch.Tensor,
-        pred_bbox_deltas: torch.Tensor,
-        labels: list[torch.Tensor],
-        regression_targets: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        objectness: Tensor,
+        pred_bbox_deltas: Tensor,
+        labels: list[Tensor],
+        regression_targets: list[Tensor],
+    ) -> tuple[Tensor, Tensor]:
         """Returns (loss of the objectness, loss of the boxes), both divided by the number of sampled anchors."""
         is_positive, is_negative = self.fg_bg_sampler(labels)  # for each image
         positive = torch.cat(is_positive).nonzero()[:, 0]
         negative = torch.cat(is_negative).nonzero()[:, 0]
         sampled = torch.cat([positive, negative])
-        loss = F.binary_cross_entropy_with_logits(objectness.flatten()[sampled], torch.cat(labels)[sampled])
+        logits = objectness.flatten()[sampled]
+        is_object = torch.cat(labels)[sampled]
+        loss = F.binary_cross_entropy_with_logits(logits, is_object)
         targets = torch.cat(regression_targets)[positive]
         box_loss = F.l1_loss(pred_bbox_deltas[positive], targets, reduction="sum")
-        return loss, box_loss / sampled.numel()
+        return loss, box_loss / len(sampled)
 
 
 class AlignedRoIPool(nn.Module):
@@ -75,21 +78,31 @@ class AlignedRoIPool(nn.Module):
         self.size = size
         self.patch_size = patch_size
 
-    def forward(self, maps: list[torch.Tensor], boxes: list[torch.Tensor]) -> torch.Tensor:
+    def forward(self, maps: list[Tensor], boxes: list[Tensor]) -> Tensor:
         """Returns float32 [R, C, size, size]. maps: four levels [B, C, h, w]. boxes: of each image, in pixels."""
         numbered = []
         for i, box in enumerate(boxes):
-            numbered.append(torch.cat([torch.full_like(box[:, :1], i), box], dim=1))
+            number = torch.full_like(box[:, :1], i)
+            numbered.append(torch.cat([number, box], dim=1))
         rois = torch.cat(numbered)
         _, x1, y1, x2, y2 = rois.unbind(1)
-        sides = ((x2 - x1) * (y2 - y1)).clamp(min=0).sqrt()
-        levels = (2 + torch.log2(sides / (14 * self.patch_size) + 1e-8)).floor().clamp(0, len(maps) - 1)
-        out = maps[0].new_zeros(len(rois), maps[0].shape[1], self.size, self.size, dtype=torch.float32)
-        counts = (levels[:, None] == torch.arange(len(maps), device=levels.device)).sum(dim=0).tolist()
+        areas = (x2 - x1) * (y2 - y1)
+        sides = areas.clamp(min=0).sqrt()
+        levels = 2 + torch.log2(sides / (14 * self.patch_size) + 1e-8)
+        levels = levels.floor().clamp(0, len(maps) - 1)
+        is_on_level = levels[:, None] == torch.arange(len(maps), device=levels.device)
+        counts = is_on_level.sum(dim=0).tolist()
         order = levels.argsort(stable=True)[: sum(counts)]  # boxes that are not finite come last and are left out
-        for level, (features, index) in enumerate(zip(maps, order.split(counts), strict=True)):
-            scale = 2.0 ** (2 - level) / self.patch_size
-            pooled = roi_align(features.float(), rois[index], self.size, scale, sampling_ratio=0, aligned=True)
+        channels = maps[0].shape[1]
+        out = rois.new_zeros(len(rois), channels, self.size, self.size, dtype=torch.float32)
+        for level, index in enumerate(order.split(counts)):
+            pooled = roi_align(
+                maps[level].float(),
+                rois[index],
+                self.size,
+                spatial_scale=2.0 ** (2 - level) / self.patch_size,
+                aligned=True,
+            )
             out = out.index_put((index,), pooled)
         return out
 
@@ -99,11 +112,11 @@ class RoIHeadsL1(RoIHeads):
 
     def forward(
         self,
-        maps: list[torch.Tensor],
-        proposals: list[torch.Tensor],
+        maps: list[Tensor],
+        proposals: list[Tensor],
         sizes: list[tuple[int, int]],
         targets: list[Target] | None = None,
-    ) -> tuple[list[Detections], dict[str, torch.Tensor]]:
+    ) -> tuple[list[Detections], dict[str, Tensor]]:
         """Returns (detections, {}) in eval mode, ([], losses) in training."""
         if not self.training:
             return self.detect(maps, proposals, sizes), {}
@@ -111,14 +124,20 @@ class RoIHeadsL1(RoIHeads):
         logits, offsets = self.predict_boxes(maps, boxes)
         labels = torch.cat(labels_of_image)
         positive = (labels > 0).nonzero()[:, 0]
-        predicted = offsets.unflatten(1, (-1, 4))[positive, labels[positive]]
-        box_loss = F.l1_loss(predicted, torch.cat(offset_targets)[positive], reduction="sum")
-        losses = {"class": F.cross_entropy(logits, labels), "box": box_loss / max(1, labels.numel())}
+        positive_labels = labels[positive]
+        predicted = offsets.unflatten(1, (-1, 4))[positive, positive_labels]
+        expected = torch.cat(offset_targets)[positive]
+        box_loss = F.l1_loss(predicted, expected, reduction="sum")
+        losses = {
+            "class": F.cross_entropy(logits, labels),
+            "box": box_loss / max(1, len(labels)),
+        }
         if self.has_mask() and targets is not None:
-            counts = torch.stack([(label > 0).sum() for label in labels_of_image]).tolist()
+            num_positive = [(label > 0).sum() for label in labels_of_image]
+            counts = torch.stack(num_positive).tolist()
             positive_boxes = torch.cat(boxes)[positive].split(counts)
             object_indices = torch.cat(matched)[positive].split(counts)
-            masks = self.predict_masks(maps, positive_boxes, labels[positive])
+            masks = self.predict_masks(maps, positive_boxes, positive_labels)
             mask_targets = []
             for target, box, index in zip(targets, positive_boxes, object_indices, strict=True):
                 mask_targets.append(crop_masks(target["masks"], box, index, masks.shape[-1]))
@@ -126,21 +145,20 @@ class RoIHeadsL1(RoIHeads):
             losses["mask"] = mask_loss / max(1, masks.numel())
         return [], losses
 
-    def predict_boxes(self, maps: list[torch.Tensor], boxes: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def predict_boxes(self, maps: list[Tensor], boxes: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Returns (class logits [R, 1 + K], box offsets [R, 4 (1 + K)]), float32. Class 0 is the background."""
-        logits, offsets = self.box_predictor(self.box_head(self.box_roi_pool(maps, boxes)))
+        features = self.box_roi_pool(maps, boxes)
+        logits, offsets = self.box_predictor(self.box_head(features))
         return logits.float(), offsets.float()
 
-    def predict_masks(
-        self, maps: list[torch.Tensor], boxes: Sequence[torch.Tensor], labels: torch.Tensor
-    ) -> torch.Tensor:
+    def predict_masks(self, maps: list[Tensor], boxes: Sequence[Tensor], labels: Tensor) -> Tensor:
         """Returns the logits of masks of the classes `labels` [R] in the boxes, float32 [R, 28, 28]."""
-        logits = self.mask_predictor(self.mask_head(self.mask_roi_pool(maps, boxes))).float()
-        return logits[torch.arange(len(logits), device=logits.device), labels]
+        features = self.mask_roi_pool(maps, boxes)
+        logits = self.mask_predictor(self.mask_head(features)).float()
+        numbers = torch.arange(len(labels), device=labels.device)
+        return logits[numbers, labels]
 
-    def detect(
-        self, maps: list[torch.Tensor], proposals: list[torch.Tensor], sizes: list[tuple[int, int]]
-    ) -> list[Detections]:
+    def detect(self, maps: list[Tensor], proposals: list[Tensor], sizes: list[tuple[int, int]]) -> list[Detections]:
         """Returns the detections of each image."""
         logits, offsets = self.predict_boxes(maps, proposals)
         boxes, scores, labels = self.postprocess_detections(logits, offsets, proposals, sizes)
@@ -148,23 +166,22 @@ class RoIHeadsL1(RoIHeads):
         for i in range(len(boxes)):
             detections.append({"boxes": boxes[i], "scores": scores[i], "labels": labels[i]})
         if self.has_mask():
+            masks = self.predict_masks(maps, boxes, torch.cat(labels)).sigmoid()
             counts = [len(image_labels) for image_labels in labels]
-            masks = self.predict_masks(maps, boxes, torch.cat(labels)).sigmoid().split(counts)
-            for detected, image_masks in zip(detections, masks, strict=True):
+            for detected, image_masks in zip(detections, masks.split(counts), strict=True):
                 detected["masks"] = image_masks
         return detections
 
 
-def crop_masks(masks: torch.Tensor, boxes: torch.Tensor, index: torch.Tensor, side: int) -> torch.Tensor:
+def crop_masks(masks: Tensor, boxes: Tensor, index: Tensor, side: int) -> Tensor:
     """Returns what the boxes [P, 4] show of the masks [n, H, W] with numbers `index` [P], float 0 or 1 [P, side, side].
 
     A cell is 1 if at least half of it is inside the mask.
     """
-    if not len(boxes):
-        return boxes.new_zeros(0, side, side)
-    rois = torch.cat([index[:, None].to(boxes), boxes], dim=1)
-    shares = roi_align(masks[:, None].to(boxes), rois, side, 1.0, sampling_ratio=0, aligned=True)[:, 0]
-    return (shares >= 0.5).float()
+    numbers = index[:, None].to(boxes)
+    rois = torch.cat([numbers, boxes], dim=1)
+    shares = roi_align(masks[:, None].to(boxes), rois, side, aligned=True)
+    return (shares[:, 0] >= 0.5).float()
 
 
 class Detector(nn.Module):
@@ -176,7 +193,12 @@ class Detector(nn.Module):
     """
 
     def __init__(
-        self, num_classes: int, masks: bool = True, channels: int = 256, num_rois: int = 512, **options: Any
+        self,
+        num_classes: int,
+        masks: bool = True,
+        channels: int = 256,
+        num_rois: int = 512,
+        **options: Any,
     ) -> None:
         super().__init__()
         self.backbone = ViTDet(**options)
@@ -196,11 +218,15 @@ class Detector(nn.Module):
             post_nms_top_n={"training": 1000, "testing": 1000},
             nms_thresh=0.7,
         )
-        fc = 4 * channels
         self.roi_heads = RoIHeadsL1(
             AlignedRoIPool(BOX_GRID, self.patch_size),
-            FastRCNNConvFCHead((channels, BOX_GRID, BOX_GRID), [channels] * 4, [fc], norm_layer=ChannelNorm),
-            FastRCNNPredictor(fc, 1 + num_classes),
+            FastRCNNConvFCHead(
+                (channels, BOX_GRID, BOX_GRID),
+                conv_layers=[channels] * 4,
+                fc_layers=[4 * channels],
+                norm_layer=ChannelNorm,
+            ),
+            FastRCNNPredictor(4 * channels, 1 + num_classes),
             fg_iou_thresh=0.5,
             bg_iou_thresh=0.5,
             batch_size_per_image=num_rois,
@@ -229,7 +255,7 @@ class Detector(nn.Module):
                 nn.init.kaiming_uniform_(layer.weight, a=1)
                 nn.init.zeros_(layer.bias)
 
-    def forward(self, imgs: torch.Tensor, sizes: list[tuple[int, int]], targets: list[Target] | None = None) -> Any:
+    def forward(self, imgs: Tensor, sizes: list[tuple[int, int]], targets: list[Target] | None = None) -> Any:
         """Returns {name: loss} in training, the Detections of each image in eval mode, in pixels of `imgs`.
 
         imgs: [B, C, S, S], normalised, then padded with zeros at the bottom and the right. sizes: (height, width) of
@@ -237,11 +263,14 @@ class Detector(nn.Module):
         """
         maps = self.pyramid(self.backbone(imgs))
         proposals, rpn_losses = self.rpn(ImageList(imgs, sizes), dict(enumerate(maps)), targets)
-        detections, losses = self.roi_heads(maps[:4], proposals, sizes, targets)
+        detections, head_losses = self.roi_heads(maps[:4], proposals, sizes, targets)
         if not self.training:
             return detections
-        renamed = {"objectness": rpn_losses["loss_objectness"], "rpn_box": rpn_losses["loss_rpn_box_reg"]}
-        return renamed | losses
+        return {
+            "objectness": rpn_losses["loss_objectness"],
+            "rpn_box": rpn_losses["loss_rpn_box_reg"],
+            **head_losses,
+        }
 
     def param_groups(self, weight_decay: float, layer_decay: float) -> list[dict[str, Any]]:
         """Returns parameter groups with `lr_scale` = layer_decay ** (layers above), as in detectron2's ViTDet.
@@ -250,7 +279,10 @@ class Detector(nn.Module):
         no weight decay.
         """
         top = self.backbone.depth + 1
-        norms = tuple(f"{name}." for name, module in self.named_modules() if isinstance(module, nn.LayerNorm))
+        norms = []
+        for name, module in self.named_modules():
+            if isinstance(module, nn.LayerNorm):
+                norms.append(f"{name}.")
         groups: dict[tuple[int, float], dict[str, Any]] = {}
         for name, parameter in self.named_parameters():
             layer = top
@@ -259,11 +291,14 @@ class Detector(nn.Module):
             elif name.startswith("backbone."):
                 layer = 0
             decay = weight_decay
-            if name.startswith(norms) or name == "backbone.pos_embed":
+            if name.startswith(tuple(norms)) or name == "backbone.pos_embed":
                 decay = 0.0
             if (layer, decay) not in groups:
-                scale = layer_decay ** (top - layer)
-                groups[layer, decay] = {"params": [], "lr_scale": scale, "weight_decay": decay}
+                groups[layer, decay] = {
+                    "params": [],
+                    "lr_scale": layer_decay ** (top - layer),
+                    "weight_decay": decay,
+                }
             groups[layer, decay]["params"].append(parameter)
         return list(groups.values())
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from downstream.detection.data import CocoImages
@@ -23,7 +24,7 @@ class DetectedObject(NamedTuple):
     mask: np.ndarray | None  # bool [H, W] of the image
 
 
-def paste_masks(masks: torch.Tensor, boxes: torch.Tensor, size: Size) -> np.ndarray:
+def paste_masks(masks: Tensor, boxes: Tensor, size: Size) -> np.ndarray:
     """Returns masks [n, s, s] of probabilities inside their boxes [n, 4] as masks of the image, bool [n, *size].
 
     Pixels take the bilinear value at their centre, and are set from 0.5 on, as in detectron2.
@@ -36,18 +37,20 @@ def paste_masks(masks: torch.Tensor, boxes: torch.Tensor, size: Size) -> np.ndar
         x1, y1, x2, y2 = box[:, :, None].unbind(1)  # each [n, 1]
         x = (columns - x1) / (x2 - x1) * 2 - 1
         y = (rows - y1) / (y2 - y1) * 2 - 1
-        places = torch.stack(torch.broadcast_tensors(x[:, None, :], y[:, :, None]), dim=3)
+        x, y = torch.broadcast_tensors(x[:, None, :], y[:, :, None])
+        places = torch.stack([x, y], dim=3)  # [n, height, width, 2]
         values = F.grid_sample(probabilities[:, None].float(), places, align_corners=False)
-        pasted.append((values[:, 0] >= 0.5).cpu().numpy())
+        is_set = values[:, 0] >= 0.5
+        pasted.append(is_set.cpu().numpy())
     return np.concatenate(pasted)
 
 
-def detections_in_image(detections: Mapping[str, torch.Tensor], resized: Size, size: Size) -> list[DetectedObject]:
+def detections_in_image(detections: Mapping[str, Tensor], resized: Size, size: Size) -> list[DetectedObject]:
     """Returns a model's detections in an image that was resized from `size` to `resized`, in its own pixels."""
     scale_y = size[0] / resized[0]
     scale_x = size[1] / resized[1]
     boxes = detections["boxes"]
-    boxes = boxes * torch.tensor([scale_x, scale_y, scale_x, scale_y], device=boxes.device)
+    boxes = boxes * torch.tensor([scale_x, scale_y] * 2, device=boxes.device)
     masks: Sequence[np.ndarray | None] = [None] * len(boxes)
     if "masks" in detections:
         masks = list(paste_masks(detections["masks"], boxes, size))

@@ -29,8 +29,10 @@ def draw_pictures(shown: Sequence[ShownImage], names: Sequence[str]) -> np.ndarr
     """Draws a row of truth and detections for each image. Returns uint8 [H, W, 3]."""
     rows = []
     for img, truth, detections in shown:
-        likely = [detected for detected in detections if detected.score is not None and detected.score >= MIN_SCORE]
-        rows.append([draw_objects(img, truth, names), draw_objects(img, likely, names)])
+        likely = [detected for detected in detections if (detected.score or 0) >= MIN_SCORE]
+        truth_panel = draw_objects(img, truth, names)
+        detection_panel = draw_objects(img, likely, names)
+        rows.append([truth_panel, detection_panel])
     return table(rows, ["truth", f"detections with a score of at least {MIN_SCORE}"])
 
 
@@ -42,22 +44,24 @@ def draw_objects(img: np.ndarray, objects: Sequence[DetectedObject], names: Sequ
     draw = ImageDraw.Draw(picture)
     for box, label, score, mask in objects:
         color = tuple(colors[label - 1].tolist())
-        draw.rectangle([value * scale for value in box], outline=color, width=2)
+        corners = [value * scale for value in box]
+        draw.rectangle(corners, outline=color, width=2)
         if mask is not None:
             draw_outline(picture, mask, color)
         text = names[label - 1]
         if score is not None:
             text += f" {score:.2f}"
-        draw_name(draw, box[0] * scale, box[1] * scale, text, color)
+        draw_name(draw, corners[0], corners[1], text, color)
     return np.asarray(picture)
 
 
 def draw_outline(picture: Image.Image, mask: np.ndarray, color: tuple[int, ...]) -> None:
     """Draws the pixels around a mask, bool [H, W] of the whole image, on a panel."""
     outside = np.where(mask, 0, 255).astype(np.uint8)
-    outside = panel(outside[:, :, None].repeat(3, axis=2), PANEL)[:, :, 0]
-    is_outside = Image.fromarray(outside)
-    outline = ImageChops.subtract(is_outside.filter(ImageFilter.MaxFilter(5)), is_outside)
+    fitted = panel(np.stack([outside] * 3, axis=2), PANEL)
+    is_outside = Image.fromarray(fitted).getchannel(0)
+    grown = is_outside.filter(ImageFilter.MaxFilter(5))
+    outline = ImageChops.subtract(grown, is_outside)
     picture.paste(color, mask=outline)
 
 
@@ -65,5 +69,6 @@ def draw_name(draw: ImageDraw.ImageDraw, left: float, top: float, text: str, col
     """Writes `text` on a plate of this colour above a box, or inside it at the upper edge of the picture."""
     font = ImageFont.load_default(size=FONT_SIZE)
     place = (left + 3, max(0, top - PLATE_HEIGHT))
-    draw.rectangle(draw.textbbox(place, text, font), fill=color)
+    plate = draw.textbbox(place, text, font)
+    draw.rectangle(plate, fill=color)
     draw.text(place, text, BLACK, font)
