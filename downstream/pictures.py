@@ -17,8 +17,9 @@ def default_colors(num_classes: int) -> np.ndarray:
     shades = ((0.85, 0.95), (0.5, 0.8), (0.95, 0.6))
     colors = np.zeros((num_classes, 3))
     for k in range(num_classes):
+        hue = 0.618034 * k % 1
         saturation, value = shades[k % 3]
-        colors[k] = colorsys.hsv_to_rgb(0.618034 * k % 1, saturation, value)
+        colors[k] = colorsys.hsv_to_rgb(hue, saturation, value)
     return (colors * 255).round().astype(np.uint8)
 
 
@@ -26,13 +27,16 @@ def panel(picture: np.ndarray, side: int = PANEL) -> np.ndarray:
     """Fits uint8 [h, w, 3] into a white square of this side, with its aspect ratio kept."""
     height, width = picture.shape[:2]
     scale = side / max(height, width)
-    size = (max(1, round(width * scale)), max(1, round(height * scale)))
-    square = Image.new("RGB", (side, side), (255, 255, 255))
-    square.paste(Image.fromarray(picture).resize(size, Image.NEAREST))
+    new_height = max(1, round(height * scale))
+    new_width = max(1, round(width * scale))
+    resized = Image.fromarray(picture).resize((new_width, new_height), Image.NEAREST)
+    square = Image.new("RGB", (side, side), "white")
+    square.paste(resized)
     return np.asarray(square)
 
 
 def as_picture(img: torch.Tensor, normalize: Normalize) -> np.ndarray:
     """Returns uint8 [H, W, 3] of a normalised image [C, H, W]: one channel as grey, or else the first three."""
-    shown = as_rgb(normalize.undo(img)[None])[0]
-    return (shown * 255).round().byte().permute(1, 2, 0).cpu().numpy()
+    imgs = normalize.undo(img).unsqueeze(0)
+    shown = as_rgb(imgs)[0] * 255
+    return shown.round().byte().permute(1, 2, 0).cpu().numpy()

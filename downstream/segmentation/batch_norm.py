@@ -2,20 +2,20 @@
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 
 class _SumOverProcesses(torch.autograd.Function):
     """All-reduces a tensor. The gradient is all-reduced, too, because every process uses the sum."""
 
     @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: object, x: Tensor) -> Tensor:
         x = x.clone()
         dist.all_reduce(x)
         return x
 
     @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: object, grad: Tensor) -> Tensor:
         grad = grad.clone()
         dist.all_reduce(grad)
         return grad
@@ -28,18 +28,23 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
     these modules by it, with the same parameters.
     """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if not (self.training and dist.is_initialized()):
             return super().forward(x)
         count = x.numel() // x.shape[1] * dist.get_world_size()
-        mean = _SumOverProcesses.apply(x.float().sum(dim=(0, 2, 3))) / count
+        total = _SumOverProcesses.apply(x.float().sum(dim=(0, 2, 3)))
+        mean = total / count
         centred = x.float() - mean[:, None, None]
-        var = _SumOverProcesses.apply(centred.square().sum(dim=(0, 2, 3))) / count
+        squares = _SumOverProcesses.apply(centred.square().sum(dim=(0, 2, 3)))
+        var = squares / count
         with torch.no_grad():
             self.num_batches_tracked.add_(1)
             self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(var * count / max(1, count - 1), self.momentum)
-        out = centred * (var + self.eps).rsqrt()[:, None, None]
+            unbiased = var * count / max(1, count - 1)
+            self.running_var.lerp_(unbiased, self.momentum)
+        scale = (var + self.eps).rsqrt()
+        out = centred * scale[:, None, None]
         if self.affine:
-            out = out * self.weight[:, None, None] + self.bias[:, None, None]
+            out = out * self.weight[:, None, None]
+            out = out + self.bias[:, None, None]
         return out.to(x.dtype)

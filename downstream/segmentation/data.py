@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from downstream.common import scaled_size
@@ -65,8 +66,8 @@ class LabelValues:
     def __call__(self, values: np.ndarray) -> np.ndarray:
         """Returns the classes of uint8 values [H, W], uint8 [H, W]. ValueError names values that have no meaning."""
         classes = self.table[values]
-        if (classes < 0).any():
-            unknown = np.unique(values[classes < 0])
+        unknown = np.unique(values[classes < 0])
+        if len(unknown):
             raise ValueError(f"it holds the values {shorten([str(value) for value in unknown])}; {self.meaning}")
         return classes.astype(np.uint8)
 
@@ -81,7 +82,11 @@ class LabelCounts:
 
     def plus(self, other: "LabelCounts") -> "LabelCounts":
         """Returns the counts of both."""
-        return LabelCounts(self.values, self.num_files + other.num_files, self.num_pixels + other.num_pixels)
+        return LabelCounts(
+            self.values,
+            num_files=self.num_files + other.num_files,
+            num_pixels=self.num_pixels + other.num_pixels,
+        )
 
     @property
     def num_classes_found(self) -> int:
@@ -91,7 +96,8 @@ class LabelCounts:
 
     def percent(self, of: np.ndarray | int) -> str:
         """Returns the share of the pixels with some values."""
-        return f"{100 * self.num_pixels[of].sum() / self.num_pixels.sum():.1f} %"
+        percent = 100 * self.num_pixels[of].sum() / self.num_pixels.sum()
+        return f"{percent:.1f} %"
 
     def __str__(self) -> str:
         """Returns the number of classes that were found, and the share of ignored pixels."""
@@ -206,7 +212,8 @@ class SegmentationImages(ImageFiles):
         img, label = self.load(i)
         labels = self.load_labels(i)
         self.refuse_sizes(i, img.shape[:2], labels.shape)
-        return np.concatenate([img, labels[:, :, None].astype(img.dtype)], axis=2), label
+        last_channel = labels[:, :, None].astype(img.dtype)
+        return np.concatenate([img, last_channel], axis=2), label
 
     def load_labels(self, i: int) -> np.ndarray:
         """Returns the classes, uint8 [H, W]. ImageError if the file is no class-index PNG or holds other values."""
@@ -281,7 +288,7 @@ def files_by_stem(root: Path, is_wanted: Callable[[str], bool]) -> tuple[dict[st
     return by_stem, note_unread(count_unread(others))
 
 
-def stack_pairs(samples: Sequence[tuple]) -> tuple[torch.Tensor, torch.Tensor]:
+def stack_pairs(samples: Sequence[tuple]) -> tuple[Tensor, Tensor]:
     """Collates transformed pairs. Returns (imgs [B, C, H, W], labels uint8 [B, H, W])."""
     imgs = torch.stack([sample[0][0] for sample in samples])
     labels = torch.stack([sample[0][1] for sample in samples])
@@ -291,14 +298,14 @@ def stack_pairs(samples: Sequence[tuple]) -> tuple[torch.Tensor, torch.Tensor]:
 # -------------------------------------------------------------------------------------------------------- transforms
 
 
-def resize_image(img: torch.Tensor, size: Size) -> torch.Tensor:
+def resize_image(img: Tensor, size: Size) -> Tensor:
     """Resizes [C, H, W] bilinearly, without antialiasing, as mmsegmentation does."""
     if img.dtype == torch.uint16:  # for which torch has no kernel
         return resize_image(img.float(), size).round().to(torch.uint16)
     return F.interpolate(img[None], size=size, mode="bilinear", align_corners=False)[0]
 
 
-def resize_labels(labels: torch.Tensor, size: Size) -> torch.Tensor:
+def resize_labels(labels: Tensor, size: Size) -> Tensor:
     """Resizes uint8 [H, W] to the nearest label."""
     return F.interpolate(labels[None, None], size=size, mode="nearest")[0, 0]
 
@@ -331,14 +338,15 @@ class SegmentationAugment:
         self.photometric = photometric
         self.hflip = hflip
 
-    def __call__(self, pair: torch.Tensor, epoch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, pair: Tensor, epoch: int, index: int) -> tuple[Tensor, Tensor]:
         """Augments [C + 1, H, W]. Returns (img [C, *size] of the same type, labels uint8 [*size])."""
         draws = addressed_numbers(AUGMENT, self.seed, epoch, index, 2 * TRIES + 2 + DISTORTION_DRAWS)
         u_ratio, u_flip, *draws = draws
         low, high = self.ratio_range
         ratio = low + u_ratio * (high - low)
         longest, shortest = self.image_scale
-        size = scaled_size((pair.shape[1], pair.shape[2]), int(longest * ratio), int(shortest * ratio))
+        height, width = pair.shape[1:]
+        size = scaled_size((height, width), int(longest * ratio), int(shortest * ratio))
         img = resize_image(pair[:-1], size)
         labels = resize_labels(pair[-1].to(torch.uint8), size)
         rows, columns = self.choose_crop(labels, draws[: 2 * TRIES])
@@ -351,7 +359,7 @@ class SegmentationAugment:
             img = distort(img, draws[2 * TRIES :])
         return self.pad(img, labels)
 
-    def choose_crop(self, labels: torch.Tensor, draws: Sequence[float]) -> tuple[slice, slice]:
+    def choose_crop(self, labels: Tensor, draws: Sequence[float]) -> tuple[slice, slice]:
         """Returns the rows and columns of the first crop whose classes are balanced, or of the last try.
 
         With `cat_max_ratio` 1 the first crop is taken, whatever it shows.
@@ -366,7 +374,7 @@ class SegmentationAugment:
                 break
         return rows, columns
 
-    def pad(self, img: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def pad(self, img: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Pads a crop to `size`."""
         height, width = labels.shape
         whole_labels = torch.full(self.size, IGNORE, dtype=torch.uint8)
@@ -378,7 +386,8 @@ class SegmentationAugment:
 
 def place_crop(u: float, length: int, wanted: int) -> slice:
     """Returns the rows or columns of a crop. u: uniform in [0, 1)."""
-    start = int(u * (max(0, length - wanted) + 1))
+    last = max(0, length - wanted)
+    start = int(u * (last + 1))
     return slice(start, start + wanted)
 
 
@@ -388,17 +397,18 @@ class ResizeForEvaluation:
     def __init__(self, image_scale: Sequence[int] = (2048, 512)) -> None:
         self.image_scale = image_scale
 
-    def __call__(self, pair: torch.Tensor, epoch: int = 0, index: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, pair: Tensor, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
         """Returns (img [C, h, w], labels uint8 [H, W]) of [C + 1, H, W]."""
+        height, width = pair.shape[1:]
         longest, shortest = self.image_scale
-        size = scaled_size((pair.shape[1], pair.shape[2]), longest, shortest)
+        size = scaled_size((height, width), longest, shortest)
         return resize_image(pair[:-1], size), pair[-1].to(torch.uint8)
 
 
 DISTORTION_DRAWS = 9
 
 
-def distort(img: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
+def distort(img: Tensor, draws: Sequence[float]) -> Tensor:
     """Distorts the colours of uint8 [C, H, W], each with probability 1/2: brightness by up to +-32, contrast,
     saturation and hue.
 
@@ -418,13 +428,14 @@ def distort(img: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
     if is_rgb and scales_colors < 0.5:
         x = scale_saturation(x, 0.5 + amounts[2])
     if is_rgb and turns < 0.5:
-        x = turn_hue(x, (int(amounts[3] * 37) - 18) / 180)
+        degrees = int(amounts[3] * 37) - 18
+        x = turn_hue(x, degrees / 180)
     if contrast_is_last < 0.5:
         x = (x * contrast).clamp(0, 255)
     return x.round().to(torch.uint8)
 
 
-def scale_saturation(x: torch.Tensor, factor: float) -> torch.Tensor:
+def scale_saturation(x: Tensor, factor: float) -> Tensor:
     """Multiplies the saturation of RGB images [3, H, W] by `factor`, up to 1. Hue and value of HSV are kept."""
     value = x.amax(0)
     chroma = value - x.amin(0)
@@ -432,13 +443,18 @@ def scale_saturation(x: torch.Tensor, factor: float) -> torch.Tensor:
     return value - (value - x) * largest_factor.clamp(max=factor)
 
 
-def turn_hue(x: torch.Tensor, turn: float) -> torch.Tensor:
+def turn_hue(x: Tensor, turn: float) -> Tensor:
     """Turns the hue of RGB images [3, H, W] by a share of the colour circle. Saturation and value of HSV are kept."""
     value = x.amax(0)
     chroma = value - x.amin(0)
     red, green, blue = x
     safe = chroma.clamp(min=1e-6)
-    sextant = torch.where(value == green, 2 + (blue - red) / safe, 4 + (red - green) / safe)
-    sextant = torch.where(value == red, (green - blue) / safe, sextant)
-    places = (sextant + 6 * turn + torch.tensor([5.0, 3.0, 1.0])[:, None, None]) % 6  # of red, green and blue
-    return value - chroma * torch.minimum(places, 4 - places).clamp(0, 1)
+    near_red = (green - blue) / safe
+    near_green = 2 + (blue - red) / safe
+    near_blue = 4 + (red - green) / safe
+    sextant = torch.where(value == green, near_green, near_blue)
+    sextant = torch.where(value == red, near_red, sextant)
+    starts = torch.tensor([5.0, 3.0, 1.0])[:, None, None]  # of red, green and blue
+    places = (sextant + 6 * turn + starts) % 6
+    shares = torch.minimum(places, 4 - places).clamp(0, 1)
+    return value - chroma * shares

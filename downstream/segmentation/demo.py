@@ -24,33 +24,43 @@ PHOTOS = ("brick.png", "grass.png", "gravel.png", "coins.png", "chelsea.png", "c
 SIDE = 64  # of a mosaic, in pixels
 
 
-def make_mosaic(photos: Sequence[Image.Image], split: str, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def make_mosaic(
+    photos: Sequence[Image.Image],
+    is_train: bool,
+    rng: np.random.Generator,
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns (image uint8 [SIDE, SIDE, 3], classes uint8 [SIDE, SIDE])."""
-    num_cells = int(rng.integers(3, 6))
+    num_cells = rng.integers(3, 6)
     points = rng.uniform(0, SIDE, (num_cells, 2))
     labels = rng.permutation(len(photos))[:num_cells]
-    grid = np.moveaxis(np.mgrid[:SIDE, :SIDE], 0, -1)
-    cells = np.square(grid[:, :, None] - points).sum(axis=-1).argmin(axis=-1)
+    rows, columns = np.mgrid[:SIDE, :SIDE]
+    distances = []
+    for row, column in points:
+        distances.append(np.square(rows - row) + np.square(columns - column))
+    cells = np.argmin(distances, axis=0)
     img = np.empty((SIDE, SIDE, 3), np.uint8)
     for cell, label in enumerate(labels):
-        part = cut(photos[label], split == "training", SIDE, rng)
-        img[cells == cell] = part[cells == cell]
+        part = cut(photos[label], is_train, SIDE, rng)
+        inside = cells == cell
+        img[inside] = part[inside]
     return img, labels[cells].astype(np.uint8)
 
 
 def write_mosaics(root: Path, num_train: int = 200, num_val: int = 40) -> None:
     """Writes the data set. The seed is fixed: the files are always the same."""
     photos = read_photos(PHOTOS)
-    for seed, split, count in ((0, "training", num_train), (1, "validation", num_val)):
+    counts = {"training": num_train, "validation": num_val}
+    for seed, (split, count) in enumerate(counts.items()):
         rng = np.random.default_rng(seed)
         image_folder = root / "images" / split
         label_folder = root / "annotations" / split
         image_folder.mkdir(parents=True, exist_ok=True)
         label_folder.mkdir(parents=True, exist_ok=True)
         for i in range(count):
-            img, labels = make_mosaic(photos, split, rng)
-            Image.fromarray(img).save(image_folder / f"{i:03d}.png")
-            Image.fromarray(labels).save(label_folder / f"{i:03d}.png")
+            img, labels = make_mosaic(photos, split == "training", rng)
+            name = f"{i:03d}.png"
+            Image.fromarray(img).save(image_folder / name)
+            Image.fromarray(labels).save(label_folder / name)
 
 
 def main(argv: Sequence[str] | None = None) -> bool:

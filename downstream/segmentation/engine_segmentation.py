@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from downstream.pictures import as_picture, default_colors, panel
@@ -21,7 +21,7 @@ from util.evaluate.results import Evaluation
 from util.pictures import table
 from util.run.loop import TrainLoop
 
-Batch = Sequence[torch.Tensor]  # (imgs uint8 [B, C, H, W], labels uint8 [B, H, W])
+Batch = Sequence[Tensor]  # (imgs uint8 [B, C, H, W], labels uint8 [B, H, W])
 LOSS_WEIGHTS = {"decode": 1.0, "aux": 0.4}
 MAX_WINDOWS = 8  # of an image in one batch
 
@@ -49,9 +49,7 @@ class Prediction(NamedTuple):
     predicted: np.ndarray  # int64 [H, W]
 
 
-def segmentation_losses(
-    logits: Mapping[str, torch.Tensor], labels: torch.Tensor, mean_over_valid: bool
-) -> dict[str, torch.Tensor]:
+def segmentation_losses(logits: Mapping[str, Tensor], labels: Tensor, mean_over_valid: bool) -> dict[str, Tensor]:
     """Returns the weighted cross-entropy of each head, at the resolution of the labels.
 
     logits: {name: [B, K, h, w]}. labels: [B, H, W]; IGNORE counts as no error. mean_over_valid: the mean is over the
@@ -60,7 +58,9 @@ def segmentation_losses(
     labels = labels.long()
     count = torch.full((), float(labels.numel()), device=labels.device)
     if mean_over_valid:
-        count = collectives.all_reduce_sum((labels != IGNORE).sum().float()) / collectives.rank_and_world_size()[1]
+        _, world_size = collectives.rank_and_world_size()
+        num_labelled = (labels != IGNORE).sum().float()
+        count = collectives.all_reduce_sum(num_labelled) / world_size
     losses = {}
     for name, values in logits.items():
         upsampled = F.interpolate(values.float(), size=labels.shape[1:], mode="bilinear", align_corners=False)
@@ -70,7 +70,11 @@ def segmentation_losses(
 
 
 def train_iterations(
-    model: nn.Module, batches: Iterator[Batch], steps: range, loop: TrainLoop, mean_over_valid: bool = False
+    model: nn.Module,
+    batches: Iterator[Batch],
+    steps: range,
+    loop: TrainLoop,
+    mean_over_valid: bool = False,
 ) -> None:
     """Makes the optimizer steps `steps`. A signal ends them earlier.
 
@@ -102,25 +106,27 @@ def window_starts(length: int, window: int, stride: int) -> list[int]:
     return [*range(0, last, stride), last]
 
 
-def slide_logits(
-    predict: Callable[[torch.Tensor], torch.Tensor], img: torch.Tensor, window: Size, stride: int
-) -> torch.Tensor:
+def slide_logits(predict: Callable[[Tensor], Tensor], img: Tensor, window: Size, stride: int) -> Tensor:
     """Returns the mean logits [K, H, W] of all windows that cover each pixel of a normalised image [C, H, W].
 
     predict: `predict(imgs [n, C, *window]) -> logits [n, K, h, w]`, which are resized to the window; n is at most
     MAX_WINDOWS. An image smaller than the window is padded with zeros at the bottom and the right.
     """
     height, width = img.shape[-2:]
-    img = F.pad(img, (0, max(0, window[1] - width), 0, max(0, window[0] - height)))
+    window_height, window_width = window
+    img = F.pad(img, (0, max(0, window_width - width), 0, max(0, window_height - height)))
     padded_height, padded_width = img.shape[-2:]
     boxes = []
-    for top in window_starts(padded_height, window[0], stride):
-        for left in window_starts(padded_width, window[1], stride):
-            boxes.append((slice(top, top + window[0]), slice(left, left + window[1])))
-    logits: list[torch.Tensor] = []
-    for first in range(0, len(boxes), MAX_WINDOWS):
-        windows = [img[:, rows, columns] for rows, columns in boxes[first : first + MAX_WINDOWS]]
-        logits += predict(torch.stack(windows)).float()
+    for top in window_starts(padded_height, window_height, stride):
+        rows = slice(top, top + window_height)
+        for left in window_starts(padded_width, window_width, stride):
+            columns = slice(left, left + window_width)
+            boxes.append((rows, columns))
+    windows = [img[:, rows, columns] for rows, columns in boxes]
+    logits: list[Tensor] = []
+    for first in range(0, len(windows), MAX_WINDOWS):
+        batch = torch.stack(windows[first : first + MAX_WINDOWS])
+        logits += predict(batch).float()
     count = torch.zeros(padded_height, padded_width, device=img.device)
     total = count.new_zeros(len(logits[0]), padded_height, padded_width)
     for (rows, columns), values in zip(boxes, logits, strict=True):
@@ -129,7 +135,7 @@ def slide_logits(
     return (total / count)[:, :height, :width]
 
 
-def resize_logits(logits: torch.Tensor, size: Size) -> torch.Tensor:
+def resize_logits(logits: Tensor, size: Size) -> Tensor:
     """Resizes logits [K, h, w] bilinearly to [K, *size]."""
     return F.interpolate(logits[None], size=size, mode="bilinear", align_corners=False)[0]
 
@@ -154,7 +160,7 @@ def evaluate(
     num_bad = torch.zeros((), dtype=torch.int64, device=device)
     predictions: list[Prediction] = []
 
-    def predict(windows: torch.Tensor) -> torch.Tensor:
+    def predict(windows: Tensor) -> Tensor:
         with context.autocast():
             return model(windows)["decode"]
 
@@ -162,18 +168,23 @@ def evaluate(
     largest = (view.image_scale[0], view.image_scale[1])
     was_training = model.training
     model.eval()
-    for imgs, labels in evaluation_batches(
-        dataset, range(len(images)), context.one_by_one(), stack_pairs, largest=largest
-    ):
+    indices = range(len(images))
+    loaded = evaluation_batches(dataset, indices, context.one_by_one(), stack_pairs, largest=largest)
+    for imgs, labels in loaded:
         truth = labels[0].to(device, non_blocking=True)
-        img = context.normalize(imgs.to(device, non_blocking=True))[0]
+        imgs = context.normalize(imgs.to(device, non_blocking=True))
+        img = imgs[0]
         logits = slide_logits(predict, img, model.img_size, view.stride)
         num_bad += ~logits.isfinite().all()
         predicted = resize_logits(logits, tuple(truth.shape)).argmax(dim=0)
         counts += count_pixels(predicted, truth, num_classes)
         if len(predictions) < num_pictures:
-            shown = as_picture(img, context.normalize)
-            predictions.append(Prediction(shown, labels[0].numpy(), predicted.cpu().numpy()))
+            prediction = Prediction(
+                as_picture(img, context.normalize),
+                truth=labels[0].numpy(),
+                predicted=predicted.cpu().numpy(),
+            )
+            predictions.append(prediction)
     model.train(was_training)
     if collectives.all_reduce_sum(num_bad) > 0:
         raise FloatingPointError("the logits of some images are not finite: try --precision fp32, and check --std")
@@ -212,7 +223,8 @@ def read_classes(path: str | Path | None, num_classes: int) -> ClassList:
         return ClassList(names, colors)
     if not Path(path).is_file():
         raise ValueError(f"--class_names {str(path)!r} does not exist: give a text file with a line for each class")
-    lines = [line.split() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    text = Path(path).read_text(encoding="utf-8")
+    lines = [line.split() for line in text.splitlines() if line.strip()]
     if len(lines) != num_classes:
         raise ValueError(f"--class_names {str(path)!r} names {len(lines)} classes, but there are {num_classes}")
     for k, words in enumerate(lines):
@@ -230,5 +242,6 @@ def draw_predictions(predictions: Sequence[Prediction], colors: np.ndarray) -> n
     palette[: len(colors)] = colors
     rows = []
     for img, truth, predicted in predictions:
-        rows.append([panel(img), panel(palette[truth]), panel(palette[predicted])])
+        panels = [img, palette[truth], palette[predicted]]
+        rows.append([panel(picture) for picture in panels])
     return table(rows, ["image", "truth", "prediction"])

@@ -4,22 +4,25 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from downstream.segmentation.data import IGNORE, NO_CLASS
 from util.data.images import ImageError
 
 
-def count_pixels(predicted: torch.Tensor, truth: torch.Tensor, num_classes: int) -> torch.Tensor:
+def count_pixels(predicted: Tensor, truth: Tensor, num_classes: int) -> Tensor:
     """Returns the number of pixels of each (true class, predicted class), int64 [K, K]. IGNORE in `truth` is left out.
 
     predicted, truth: classes of any one shape.
     """
     is_labelled = truth != IGNORE
-    pairs = truth[is_labelled].long() * num_classes + predicted[is_labelled].long()
-    return pairs.bincount(minlength=num_classes**2).view(num_classes, num_classes)
+    rows = truth[is_labelled].long()
+    columns = predicted[is_labelled].long()
+    counts = torch.bincount(rows * num_classes + columns, minlength=num_classes**2)
+    return counts.view(num_classes, num_classes)
 
 
-def segmentation_scores(counts: torch.Tensor) -> dict[str, Any]:
+def segmentation_scores(counts: Tensor) -> dict[str, Any]:
     """Returns {"miou", "macc", "aacc", "iou", "acc"} of pixel counts [K, K], in percent.
 
     iou, acc: of each class; None for a class without true pixels (acc), and without predicted ones either (iou). miou
@@ -33,15 +36,16 @@ def segmentation_scores(counts: torch.Tensor) -> dict[str, Any]:
         raise ImageError(NO_CLASS.format("val"))
     iou = 100 * right / (true + predicted - right)  # 0 / 0 is nan
     acc = 100 * right / true
+    aacc = 100 * right.sum() / true.sum()
     return {
         "miou": iou.nanmean().item(),
         "macc": acc.nanmean().item(),
-        "aacc": (100 * right.sum() / true.sum()).item(),
+        "aacc": aacc.item(),
         "iou": none_for_nan(iou),
         "acc": none_for_nan(acc),
     }
 
 
-def none_for_nan(values: torch.Tensor) -> list[float | None]:
+def none_for_nan(values: Tensor) -> list[float | None]:
     """Returns a list of the values."""
     return [None if math.isnan(value) else value for value in values.tolist()]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from downstream.common import SIZES
@@ -25,11 +25,17 @@ class ConvModule(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, padding=kernel_size // 2, bias=False)
+        self.conv = nn.Conv2d(
+            in_channels,
+            out_channels,
+            kernel_size,
+            padding=kernel_size // 2,
+            bias=False,
+        )
         nn.init.kaiming_normal_(self.conv.weight, mode="fan_out", nonlinearity="relu")
         self.bn = SyncBatchNorm2d(out_channels)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.bn(self.conv(x)))
 
 
@@ -38,12 +44,23 @@ class FeaturePyramid(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.upsample_4x = nn.Sequential(double(channels), SyncBatchNorm2d(channels), nn.GELU(), double(channels))
+        self.upsample_4x = nn.Sequential(
+            double(channels),
+            SyncBatchNorm2d(channels),
+            nn.GELU(),
+            double(channels),
+        )
         self.upsample_2x = nn.Sequential(double(channels))
         self.downsample_2x = nn.MaxPool2d(kernel_size=2, stride=2)
 
-    def forward(self, maps: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [self.upsample_4x(maps[0]), self.upsample_2x(maps[1]), maps[2], self.downsample_2x(maps[3])]
+    def forward(self, maps: list[Tensor]) -> list[Tensor]:
+        first, second, third, fourth = maps
+        return [
+            self.upsample_4x(first),
+            self.upsample_2x(second),
+            third,
+            self.downsample_2x(fourth),
+        ]
 
 
 def double(channels: int) -> nn.ConvTranspose2d:
@@ -58,15 +75,18 @@ class UPerHead(nn.Module):
         super().__init__()
         self.psp_modules = nn.ModuleList()
         for side in POOL_SIZES:
-            self.psp_modules.append(nn.Sequential(nn.AdaptiveAvgPool2d(side), ConvModule(in_channels, channels, 1)))
-        self.bottleneck = ConvModule(in_channels + len(POOL_SIZES) * channels, channels, 3)
+            pool = nn.AdaptiveAvgPool2d(side)
+            conv = ConvModule(in_channels, channels, kernel_size=1)
+            self.psp_modules.append(nn.Sequential(pool, conv))
+        num_pooled = len(POOL_SIZES) * channels
+        self.bottleneck = ConvModule(in_channels + num_pooled, channels, 3)
         self.lateral_convs = nn.ModuleList(ConvModule(in_channels, channels, 1) for _ in range(3))
         self.fpn_convs = nn.ModuleList(ConvModule(channels, channels, 3) for _ in range(3))
         self.fpn_bottleneck = ConvModule(4 * channels, channels, 3)
         self.dropout = nn.Dropout2d(0.1)
         self.conv_seg = classifier(channels, num_classes)
 
-    def forward(self, maps: list[torch.Tensor]) -> torch.Tensor:
+    def forward(self, maps: list[Tensor]) -> Tensor:
         """Returns logits [B, num_classes, h, w] at the resolution of the first and finest map."""
         finest = maps[0]
         coarsest = maps[3]
@@ -76,7 +96,8 @@ class UPerHead(nn.Module):
         for i in (2, 1, 0):
             lateral = self.lateral_convs[i](maps[i])
             level = lateral + resize(level, lateral)
-            outs.insert(0, resize(self.fpn_convs[i](level), finest))
+            out = self.fpn_convs[i](level)
+            outs.insert(0, resize(out, finest))
         out = self.fpn_bottleneck(torch.cat(outs, dim=1))
         return self.conv_seg(self.dropout(out))
 
@@ -90,7 +111,7 @@ class FCNHead(nn.Module):
         self.dropout = nn.Dropout2d(0.1)
         self.conv_seg = classifier(channels, num_classes)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.conv_seg(self.dropout(self.convs(x)))
 
 
@@ -102,7 +123,7 @@ class LinearHead(nn.Module):
         self.bn = SyncBatchNorm2d(in_channels, affine=False)
         self.conv_seg = classifier(in_channels, num_classes)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.conv_seg(self.bn(x))
 
 
@@ -114,7 +135,7 @@ def classifier(channels: int, num_classes: int) -> nn.Conv2d:
     return conv
 
 
-def resize(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def resize(x: Tensor, like: Tensor) -> Tensor:
     """Resizes maps [B, C, h, w] bilinearly to the height and width of `like`."""
     return F.interpolate(x, size=like.shape[-2:], mode="bilinear", align_corners=False)
 
@@ -147,9 +168,10 @@ class UPerNet(Segmenter):
     """
 
     def __init__(self, num_classes: int, channels: int = 768, **options: Any) -> None:
-        super().__init__(DenseViT(out_blocks=pyramid_blocks(options["depth"]), **options))
-        width = self.backbone.embed_dim
-        rows, columns = self.backbone.grid_size
+        backbone = DenseViT(out_blocks=pyramid_blocks(options["depth"]), **options)
+        super().__init__(backbone)
+        width = backbone.embed_dim
+        rows, columns = backbone.grid_size
         if min(rows, columns) < 2:
             raise ValueError(
                 f"UPerNet needs a grid of at least 2 x 2 patches, got {rows} x {columns}: raise --input_size"
@@ -158,7 +180,7 @@ class UPerNet(Segmenter):
         self.decode_head = UPerHead(width, channels, num_classes)
         self.auxiliary_head = FCNHead(width, min(AUX_CHANNELS, channels), num_classes)
 
-    def forward(self, imgs: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, imgs: Tensor) -> dict[str, Tensor]:
         """Returns {"decode": logits [B, K, H/4, W/4]}, in training also "aux" [B, K, H/16, W/16], for patches of 16."""
         maps = self.neck(self.backbone(imgs))
         logits = {"decode": self.decode_head(maps)}
@@ -181,7 +203,7 @@ class LinearSegmenter(Segmenter):
         self.backbone.eval()
         return self
 
-    def forward(self, imgs: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, imgs: Tensor) -> dict[str, Tensor]:
         """Returns {"decode": logits [B, K, rows, columns]}, one for each patch."""
         with torch.no_grad():
             (features,) = self.backbone(imgs)

@@ -5,7 +5,7 @@ network begins as the plain ViT that was pre-trained (Bao et al., ICLR 2022; He 
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from encoders.models_relative_vit import RelativeBlock
 from encoders.names import Tensors, rename
@@ -76,14 +76,15 @@ class DenseViT(PositionedEncoder):
             adapted["pos_embed"] = torch.zeros_like(self.pos_embed)
         return adapted
 
-    def forward(self, imgs: torch.Tensor) -> list[torch.Tensor]:
+    def forward(self, imgs: Tensor) -> list[Tensor]:
         """Returns a map [B, D, rows, columns] for each of `out_blocks`. imgs: normalised images [B, C, H, W]."""
         x = self.prepend_cls_token(self.embed(imgs))
         maps = {}
         for number, block in enumerate(self.blocks):
             x = block(x)
             if number in self.out_blocks:
-                maps[number] = self.norm(x)[:, 1:].transpose(1, 2).unflatten(2, self.grid_size).contiguous()
+                tokens = self.norm(x)[:, 1:].transpose(1, 2)
+                maps[number] = tokens.unflatten(2, self.grid_size).contiguous()
         return [maps[number] for number in self.out_blocks]
 
 
