@@ -25,7 +25,8 @@ def draw_states(sampling: str, grid: int, mask_ratio: float, throw_ratio: float)
     """Draws the token order of one image. Returns 0 at visible, 1 at retained, 2 at thrown tokens, [grid, grid]."""
     counts = TokenCounts.from_ratios(grid**2, mask_ratio, throw_ratio)
     noise = addressed_noise(seed=0, epoch=0, indices=[0], num_tokens=grid**2)
-    order = TokenOrder(TokenOrderSampler(grid, counts, sampling)(noise), counts)
+    sampler = TokenOrderSampler(grid, counts, sampling)
+    order = TokenOrder(sampler(noise), counts)
     states = order.mask.int() + order.thrown.int()
     return states.view(grid, grid).numpy()
 
@@ -35,16 +36,26 @@ def plot(plt: Any, samplings: Sequence[str], throw_ratios: Sequence[float], grid
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    size = (2.2 * len(throw_ratios), 2.4 * len(samplings) + 0.4)
-    figure, panels = plt.subplots(len(samplings), len(throw_ratios), figsize=size, squeeze=False, layout="constrained")
+    colors = ListedColormap(list(COLORS.values()))
+    num_rows = len(samplings)
+    num_columns = len(throw_ratios)
+    figure, panels = plt.subplots(
+        num_rows,
+        num_columns,
+        figsize=(2.2 * num_columns, 2.4 * num_rows + 0.4),
+        squeeze=False,
+        layout="constrained",
+    )
     for sampling, row in zip(samplings, panels, strict=True):
         for throw_ratio, panel in zip(throw_ratios, row, strict=True):
             states = draw_states(sampling, grid, mask_ratio, throw_ratio)
-            colors = ListedColormap(list(COLORS.values()))
             panel.pcolormesh(states, cmap=colors, vmin=0, vmax=2, edgecolor="gray", linewidth=0.4)
-            panel.set(aspect="equal", xticks=[], yticks=[], title=f"{sampling}, {throw_ratio:g}")
+            panel.set_title(f"{sampling}, {throw_ratio:g}")
+            panel.set(aspect="equal", xticks=[], yticks=[])
             panel.invert_yaxis()
-    patches = [Patch(facecolor=color, edgecolor="gray", label=name) for name, color in COLORS.items()]
+    patches = []
+    for name, color in COLORS.items():
+        patches.append(Patch(facecolor=color, edgecolor="gray", label=name))
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
     return figure
 

@@ -27,7 +27,11 @@ _WORD = 2**64 - 1
 
 
 def addressed_uniform(
-    stream: int, seed: int, epoch: int | np.ndarray, indices: int | Sequence[int] | np.ndarray, num: int
+    stream: int,
+    seed: int,
+    epoch: int | np.ndarray,
+    indices: int | Sequence[int] | np.ndarray,
+    num: int,
 ) -> np.ndarray:
     """Returns uniform float64 numbers in [0, 1) of shape [B, num], a pure function of (stream, seed, epoch, index).
 
@@ -39,22 +43,30 @@ def addressed_uniform(
     indices = np.atleast_1d(np.asarray(indices))
     key = np.zeros(indices.shape, np.uint64)
     for part in (stream, seed, epoch, indices):
-        key = _mix((key ^ np.asarray(part).astype(np.uint64)) + np.uint64(_INCREMENT))
-    counter = np.arange(1, num + 1, dtype=np.uint64) * np.uint64(_INCREMENT)
-    return (_mix(key[:, None] + counter) >> np.uint64(11)) * 2.0**-53
+        word = np.asarray(part).astype(np.uint64)
+        key = _mix((key ^ word) + np.uint64(_INCREMENT))
+    counter = np.arange(1, num + 1, dtype=np.uint64)
+    bits = _mix(key[:, None] + counter * np.uint64(_INCREMENT))
+    return (bits >> np.uint64(11)) * 2.0**-53
 
 
 def addressed_numbers(stream: int, seed: int, epoch: int, index: int, num: int) -> list[float]:
     """Returns the numbers of `addressed_uniform` for one sample, in a third of its time: they are too few for numpy."""
     key = 0
     for part in (stream, seed, epoch, index):
-        key = _mix_int((key ^ int(part) & _WORD) + _INCREMENT & _WORD)
-    return [(_mix_int(key + j * _INCREMENT & _WORD) >> 11) * 2.0**-53 for j in range(1, num + 1)]
+        word = int(part) & _WORD
+        key = _mix_int((key ^ word) + _INCREMENT & _WORD)
+    numbers = []
+    for j in range(1, num + 1):
+        bits = _mix_int(key + j * _INCREMENT & _WORD)
+        numbers.append((bits >> 11) * 2.0**-53)
+    return numbers
 
 
 def addressed_seed(stream: int, seed: int, epoch: int, index: int) -> int:
     """Returns a 32-bit seed for a generator that cannot be addressed itself."""
-    return int(addressed_numbers(stream, seed, epoch, index, 1)[0] * 2**32)
+    (number,) = addressed_numbers(stream, seed, epoch, index, num=1)
+    return int(number * 2**32)
 
 
 @contextmanager

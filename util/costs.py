@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from util.lazy import LazyModule
 from util.text import count_of
@@ -18,7 +19,7 @@ HALF_SHARE = 0.56
 flop_counter = LazyModule("torch.utils.flop_counter")  # which imports Triton
 
 
-def forward_gmac(settings: Mapping[str, Any], build_model: Callable[..., torch.nn.Module]) -> tuple[float, float]:
+def forward_gmac(settings: Mapping[str, Any], build_model: Callable[..., nn.Module]) -> tuple[float, float]:
     """Counts the multiply-adds, in 10^9, of the forward pass of one image: (trained model, frozen teacher).
 
     The models are built on the meta device, by `frameworks.registry.build_model`. Without a teacher the second is 0.
@@ -26,20 +27,22 @@ def forward_gmac(settings: Mapping[str, Any], build_model: Callable[..., torch.n
     with torch.device("meta"):
         model = build_model(settings, read_files=False)
         imgs = torch.empty(1, settings.get("in_chans", 3), *model.img_size)
-    orders = [order.to("meta") for order in make_batch(model, settings, 1)[1]]
+    _, orders = make_batch(model, settings, batch_size=1)
+    inputs = [order.to("meta") for order in orders]
+    forward = partial(model, imgs, *inputs)
     teacher = getattr(model, "teacher", None)
     if teacher is None:
-        return count_gmac(lambda: model(imgs, *orders)), 0.0
+        return count_gmac(forward), 0.0
     calls: list[tuple[Any, Any]] = []
 
-    def keep_inputs(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def keep_inputs(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         calls.append((args, kwargs))
 
     handle = teacher.register_forward_hook(keep_inputs, with_kwargs=True)
-    total = count_gmac(lambda: model(imgs, *orders))
+    total = count_gmac(forward)
     handle.remove()
     args, kwargs = calls[0]
-    teacher_gmac = count_gmac(lambda: teacher(*args, **kwargs))
+    teacher_gmac = count_gmac(partial(teacher, *args, **kwargs))
     return total - teacher_gmac, teacher_gmac
 
 
@@ -54,7 +57,7 @@ def saved_bytes(forward: Callable[[], object]) -> int:
     """Bytes of all storages that autograd saves for the backward pass of `forward()`."""
     storages = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         storages[storage._cdata] = storage.nbytes()  # on the meta device there are no data, but storages
         # The graph holds the storage, so no address is reused. The tensor is detached: an operation that saves its own
@@ -67,7 +70,7 @@ def saved_bytes(forward: Callable[[], object]) -> int:
     return sum(storages.values())
 
 
-def image_bytes(settings: Mapping[str, Any], build_model: Callable[..., torch.nn.Module]) -> float:
+def image_bytes(settings: Mapping[str, Any], build_model: Callable[..., nn.Module]) -> float:
     """Bytes in float32 that the forward pass of a framework's model saves for an image, by the meta device."""
     with torch.device("meta"):
         model = build_model(settings, read_files=False)
@@ -81,25 +84,30 @@ def image_bytes(settings: Mapping[str, Any], build_model: Callable[..., torch.nn
 
 
 def fitting_images(
-    settings: Mapping[str, Any], build_model: Callable[..., torch.nn.Module], memory: int, precision: str
+    settings: Mapping[str, Any],
+    build_model: Callable[..., nn.Module],
+    memory: int,
+    precision: str,
 ) -> int:
     """Returns how many images of a micro-batch fit a GPU of so many bytes of memory; 0 if the model alone does not."""
     with torch.device("meta"):
         model = build_model(settings, read_files=False)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    share = 1.0 if precision == "fp32" else HALF_SHARE
-    return max(0, int((USABLE * memory - STATE * parameters) / (share * image_bytes(settings, build_model))))
+    memory_of_image = image_bytes(settings, build_model)
+    if precision != "fp32":
+        memory_of_image *= HALF_SHARE
+    free = USABLE * memory - STATE * parameters
+    return max(0, int(free / memory_of_image))
 
 
-def make_batch(
-    model: torch.nn.Module, settings: Mapping[str, Any], batch_size: int
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def make_batch(model: nn.Module, settings: Mapping[str, Any], batch_size: int) -> tuple[Tensor, list[Tensor]]:
     """Return random bytes [B, C, H, W] for a framework's model, and [ids_shuffle [B, N], further inputs...]."""
     generator = torch.Generator().manual_seed(0)
     shape = (batch_size, settings.get("in_chans", 3), *model.img_size)
     crops = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     collator = model.collator(settings["sampling"], seed=0)
-    imgs, _, *orders = collator([(crop, 0, (0, i)) for i, crop in enumerate(crops)])
+    samples = [(crop, 0, (0, i)) for i, crop in enumerate(crops)]
+    imgs, _, *orders = collator(samples)
     return imgs, orders
 
 

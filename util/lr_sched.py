@@ -30,6 +30,11 @@ class Schedule:
         return SCHEDULES[self.name](self, step, lr_scale)
 
 
+def _line(x: float, length: float, start: float, end: float) -> float:
+    """Returns the value of a line from `start`, at x = 0, to `end`, at x = `length`."""
+    return start + (end - start) * x / length
+
+
 def _half_cosine(progress: float, top: float, bottom: float) -> float:
     """Returns the value of a half cosine from `top`, at progress 0, to `bottom`, at progress 1."""
     return bottom + (top - bottom) * 0.5 * (1.0 + math.cos(math.pi * progress))
@@ -39,8 +44,9 @@ def _mae(s: Schedule, step: int, lr_scale: float) -> float:
     """A linear warm-up, then a half cosine over the remaining epochs. All rates are scaled by layer."""
     epoch = step / s.steps_per_epoch
     if epoch < s.warmup_epochs:
-        return lr_scale * (s.warmup_lr + (s.lr - s.warmup_lr) * epoch / s.warmup_epochs)
-    return lr_scale * _half_cosine((epoch - s.warmup_epochs) / (s.epochs - s.warmup_epochs), s.lr, s.min_lr)
+        return lr_scale * _line(epoch, s.warmup_epochs, s.warmup_lr, s.lr)
+    progress = (epoch - s.warmup_epochs) / (s.epochs - s.warmup_epochs)
+    return lr_scale * _half_cosine(progress, s.lr, s.min_lr)
 
 
 def _mff(s: Schedule, step: int, lr_scale: float) -> float:
@@ -48,8 +54,9 @@ def _mff(s: Schedule, step: int, lr_scale: float) -> float:
     warmup = round(s.warmup_epochs * s.steps_per_epoch)
     total = round(s.epochs * s.steps_per_epoch)
     if step < warmup:
-        return lr_scale * (s.warmup_lr + (s.lr - s.warmup_lr) * step / max(1, warmup - 1))
-    return _half_cosine((step - warmup) / (total - warmup), lr_scale * s.lr, s.min_lr)
+        return lr_scale * _line(step, max(1, warmup - 1), s.warmup_lr, s.lr)
+    progress = (step - warmup) / (total - warmup)
+    return _half_cosine(progress, lr_scale * s.lr, s.min_lr)
 
 
 def _simmim(s: Schedule, step: int, lr_scale: float) -> float:
@@ -60,17 +67,24 @@ def _simmim(s: Schedule, step: int, lr_scale: float) -> float:
     """
     step = max(step - 1, 0)
     warmup = s.warmup_epochs * s.steps_per_epoch
+    total = s.epochs * s.steps_per_epoch
     if step < warmup:
-        return s.warmup_lr + (lr_scale * s.lr - s.warmup_lr) * step / warmup
-    return _half_cosine(step / (s.epochs * s.steps_per_epoch), lr_scale * s.lr, s.min_lr)
+        return _line(step, warmup, s.warmup_lr, lr_scale * s.lr)
+    return _half_cosine(step / total, lr_scale * s.lr, s.min_lr)
 
 
 def _simmim_steps(s: Schedule, step: int, lr_scale: float) -> float:
     """The same warm-up, then a constant rate that falls tenfold at each of `lr_steps`."""
-    if max(step - 1, 0) < s.warmup_epochs * s.steps_per_epoch:
+    previous_step = max(step - 1, 0)
+    if previous_step < s.warmup_epochs * s.steps_per_epoch:
         return _simmim(s, step, lr_scale)
-    num_falls = sum(epoch * s.steps_per_epoch <= max(step - 1, 0) for epoch in s.lr_steps)
+    num_falls = sum(epoch * s.steps_per_epoch <= previous_step for epoch in s.lr_steps)
     return lr_scale * s.lr * 0.1**num_falls
 
 
-SCHEDULES = {"mae": _mae, "mff": _mff, "simmim": _simmim, "simmim_steps": _simmim_steps}
+SCHEDULES = {
+    "mae": _mae,
+    "mff": _mff,
+    "simmim": _simmim,
+    "simmim_steps": _simmim_steps,
+}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
 
 from util.atomic import replaced_file
 
@@ -37,10 +38,10 @@ def check_suffix(path: Path) -> None:
 
 
 def panel_grid(
-    imgs: torch.Tensor,
-    states: torch.Tensor,
-    panels: dict[str, torch.Tensor],
-    invalid: torch.Tensor | None = None,
+    imgs: Tensor,
+    states: Tensor,
+    panels: dict[str, Tensor],
+    invalid: Tensor | None = None,
 ) -> np.ndarray:
     """Draws one row per image: the image, its tokens, its panels. Returns uint8 [H', W', 3].
 
@@ -51,11 +52,13 @@ def panel_grid(
     INVALID_COLOR in all columns, if one of the channels that are shown is invalid.
     """
     pixels = _channels_last(imgs)
-    grids = states.cpu().numpy()
-    painted = [paint_tokens(img, grid) for img, grid in zip(pixels, grids, strict=True)]
+    painted = []
+    for img, grid in zip(pixels, states.cpu().numpy(), strict=True):
+        painted.append(paint_tokens(img, grid))
     columns = [pixels, np.stack(painted)]
     for panel in panels.values():
-        columns.append((_channels_last(panel.float()) * 255).round().astype(np.uint8))
+        values = _channels_last(panel.float()) * 255
+        columns.append(values.round().astype(np.uint8))
     if invalid is not None:
         is_invalid = _channels_last(invalid).any(axis=-1)
         for column in columns:
@@ -73,12 +76,12 @@ def panel_grid(
     return table(rows, titles)
 
 
-def _channels_last(imgs: torch.Tensor) -> np.ndarray:
+def _channels_last(imgs: Tensor) -> np.ndarray:
     """Turns images [B, C, H, W] into an array [B, H, W, 3]."""
     return as_rgb(imgs).cpu().numpy().transpose(0, 2, 3, 1)
 
 
-def as_rgb(imgs: torch.Tensor) -> torch.Tensor:
+def as_rgb(imgs: Tensor) -> Tensor:
     """Returns three channels of images [B, C, H, W]: a single one as grey, or else the first three.
 
     Of two channels, the missing blue is black.
@@ -86,15 +89,17 @@ def as_rgb(imgs: torch.Tensor) -> torch.Tensor:
     if imgs.shape[1] == 1:
         return imgs.expand(-1, 3, -1, -1)
     if imgs.shape[1] == 2:
-        return torch.cat([imgs, torch.zeros_like(imgs[:, :1])], dim=1)
+        blue = torch.zeros_like(imgs[:, :1])
+        return torch.cat([imgs, blue], dim=1)
     return imgs[:, :3]
 
 
 def paint_tokens(img: np.ndarray, state: np.ndarray) -> np.ndarray:
     """Returns uint8 [H, W, 3] with flat colours where the tokens' `state` [rows, columns] is retained or thrown."""
-    token_height = img.shape[0] // state.shape[0]
-    token_width = img.shape[1] // state.shape[1]
-    pixel_state = state.repeat(token_height, axis=0).repeat(token_width, axis=1)
+    height, width = img.shape[:2]
+    rows, columns = state.shape
+    pixel_state = state.repeat(height // rows, axis=0)
+    pixel_state = pixel_state.repeat(width // columns, axis=1)
     painted = img.copy()
     for token_state, color in COLORS.items():
         painted[pixel_state == token_state] = color
@@ -107,13 +112,17 @@ def table(rows: list[list[np.ndarray]], titles: Sequence[str]) -> np.ndarray:
     head = 20  # for the titles
     step_down = height + _GAP
     step_right = width + _GAP
-    canvas = Image.new("RGB", (_GAP + len(rows[0]) * step_right, head + len(rows) * step_down), _PAPER)
+    size = (_GAP + len(rows[0]) * step_right, head + len(rows) * step_down)
+    canvas = Image.new("RGB", size, _PAPER)
     draw = ImageDraw.Draw(canvas)
     for j, title in enumerate(titles):
-        draw.text((_GAP + j * step_right, 4), title, fill=_INK, font=_font_that_fits(title, width))
+        left = _GAP + j * step_right
+        draw.text((left, 4), title, fill=_INK, font=_font_that_fits(title, width))
     for i, row in enumerate(rows):
+        top = head + i * step_down
         for j, panel in enumerate(row):
-            canvas.paste(Image.fromarray(panel), (_GAP + j * step_right, head + i * step_down))
+            left = _GAP + j * step_right
+            canvas.paste(Image.fromarray(panel), (left, top))
     return np.asarray(canvas)
 
 
@@ -130,7 +139,7 @@ def _font_that_fits(text: str, width: int) -> Any:
     return _font(max(6, 11 * width / length))
 
 
-def principal_colors(reference: torch.Tensor, *features: torch.Tensor) -> list[torch.Tensor]:
+def principal_colors(reference: Tensor, *features: Tensor) -> list[Tensor]:
     """Turns each tensor of features [B, N, C] into colours [B, N, 3] in [0, 1].
 
     The colours are the components along the three principal axes of `reference` [B, N, C]. Its 1st and 99th percentile
@@ -139,10 +148,12 @@ def principal_colors(reference: torch.Tensor, *features: torch.Tensor) -> list[t
     flat = reference.flatten(0, 1).double()
     mean = flat.mean(dim=0)
     centred = flat - mean
-    axes = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -3:].flip(1)  # [C, 3], the largest first
+    vectors = torch.linalg.eigh(centred.T @ centred).eigenvectors  # columns, the largest last
+    axes = vectors[:, -3:].flip(1)
     low, high = torch.quantile(centred @ axes, flat.new_tensor([0.01, 0.99]), dim=0)
     colors = []
     for x in features:
         components = (x.double() - mean) @ axes
-        colors.append(((components - low) / (high - low)).clamp(0, 1).float())
+        scaled = (components - low) / (high - low)
+        colors.append(scaled.clamp(0, 1).float())
     return colors

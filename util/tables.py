@@ -25,8 +25,7 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[object]], left
         lines.append([str(cell) for cell in row])
     widths = [0] * len(titles)
     if pad:
-        for cells in lines:
-            widths = [max(width, len(cell)) for width, cell in zip(widths, cells, strict=True)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = []
     for cells in lines:
         padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]

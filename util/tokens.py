@@ -23,9 +23,10 @@ def put_tokens(x: Tensor, ids: Tensor, num_tokens: int) -> Tensor:
 
     Returns [B, num_tokens, C]. Its backward pass takes gradients.
     """
-    zeros = x.new_zeros(len(x) * num_tokens, x.shape[-1])
+    table = x.new_zeros(len(x) * num_tokens, x.shape[-1])
     rows = rows_of(ids, num_tokens)
-    return zeros.index_copy_(0, rows, x.flatten(0, 1)).unflatten(0, (-1, num_tokens))
+    table = table.index_copy_(0, rows, x.flatten(0, 1))
+    return table.unflatten(0, (-1, num_tokens))
 
 
 def rows_of(ids: Tensor, num_tokens: int) -> Tensor:
@@ -42,7 +43,8 @@ class _Take(torch.autograd.Function):
         rows = ids.flatten()
         if len(x) > 1:
             rows = rows_of(ids, x.shape[1])
-        return x.flatten(0, 1).index_select(0, rows).unflatten(0, ids.shape)
+        tokens = x.flatten(0, 1).index_select(0, rows)
+        return tokens.unflatten(0, ids.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

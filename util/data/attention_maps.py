@@ -77,25 +77,34 @@ class AttentionMaps:
         """
         indices, crops = zip(*boxes, strict=True)
         maps = self.maps[list(indices)].astype(np.float32)  # [B, rows, columns]
+        num_images, num_rows, num_columns = maps.shape
         top, left, height, width, flip = np.array(crops, np.float64).T
-        rows = self._axis_matrices(top, height, maps.shape[1])
-        columns = self._axis_matrices(left, width, maps.shape[2])
-        columns = np.where(flip[:, None, None] > 0, columns[:, ::-1], columns)
-        return (rows @ maps @ columns.swapaxes(1, 2)).reshape(len(maps), -1)
+        rows = self._axis_matrices(top, height, num_rows)
+        columns = self._axis_matrices(left, width, num_columns)
+        is_flipped = flip[:, None, None] > 0
+        columns = np.where(is_flipped, columns[:, ::-1], columns)
+        weights = rows @ maps @ columns.swapaxes(1, 2)
+        return weights.reshape(num_images, -1)
 
     def _axis_matrices(self, start: np.ndarray, length: np.ndarray, num_cells: int) -> np.ndarray:
         """Returns [B, tokens, cells] of one axis: the share of each cell of the map in each token of the view.
 
         start, length: of the views [B], in fractions of the image.
         """
-        centres = (np.arange(num_cells * self.patch_size) + 0.5) / (num_cells * self.patch_size)  # of the view's pixels
+        start = start[:, None]
+        length = length[:, None]
+        num_pixels = num_cells * self.patch_size
+        centres = (np.arange(num_pixels) + 0.5) / num_pixels  # of the view's pixels
+        last: np.ndarray | int = num_cells - 1
         if self.crop == "view":
-            places = (start[:, None] + length[:, None] * centres) * num_cells - 0.5
-            last = np.full((len(start), 1), num_cells - 1)
+            places = (start + length * centres) * num_cells - 0.5
         else:
-            num_read = 2 + (start + length > 1 - 1e-9)[:, None]
+            num_read = 2 + (start + length > 1 - 1e-9)
             places = centres * num_read - 0.5
             last = np.minimum(num_read, num_cells) - 1
         places = places.clip(0, last).astype(np.float32)
-        shares = np.maximum(0, 1 - np.abs(places[..., None] - np.arange(num_cells, dtype=np.float32)))
-        return shares.reshape(len(start), num_cells, self.patch_size, num_cells).mean(axis=2)
+        cells = np.arange(num_cells, dtype=np.float32)
+        distances = np.abs(places[..., None] - cells)
+        shares = np.maximum(0, 1 - distances)
+        shares = shares.reshape(len(start), num_cells, self.patch_size, num_cells)
+        return shares.mean(axis=2)

@@ -9,23 +9,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from util import collectives
 from util.data.datasets import AddressedDataset
 from util.evaluate.loop import EvalContext, evaluation_batches, share_of_rank, with_equal_passes
 
-Encode = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+Encode = Callable[[Tensor], dict[str, Tensor]]
 
 
 class Features(NamedTuple):
     """This rank's share of the features of some images, on the device."""
 
-    values: dict[str, torch.Tensor]  # {name of a feature: float32 [n, D]}
-    labels: torch.Tensor  # int64 [n]
-    indices: torch.Tensor  # of the images in the data, int64 [n], ascending
+    values: dict[str, Tensor]  # {name of a feature: float32 [n, D]}
+    labels: Tensor  # int64 [n]
+    indices: Tensor  # of the images in the data, int64 [n], ascending
 
-    def take(self, rows: torch.Tensor) -> "Features":
+    def take(self, rows: Tensor) -> "Features":
         """Returns the features of the images at `rows`, a mask [n]."""
         values = {name: x[rows] for name, x in self.values.items()}
         return Features(values, self.labels[rows], self.indices[rows])
@@ -45,14 +45,15 @@ def extract_features(
     eval mode for the time being. A rank without images has features [0, D].
     """
     device = context.device
-    features: dict[str, list[torch.Tensor]] = {}
+    features: dict[str, list[Tensor]] = {}
     labels = [torch.empty(0, dtype=torch.int64, device=device)]
     was_training = model.training
     model.eval()
     loaded = evaluation_batches(dataset, indices, context)
     for imgs, targets in with_equal_passes(loaded, dataset, len(indices), model, encode, context):
+        imgs = imgs.to(device, non_blocking=True)
         with context.autocast():
-            encoded = encode(context.normalize(imgs.to(device, non_blocking=True)))
+            encoded = encode(context.normalize(imgs))
         for name, x in encoded.items():
             features.setdefault(name, []).append(x.float())
         labels.append(targets.to(device, non_blocking=True))
@@ -61,29 +62,29 @@ def extract_features(
     return Features(_join(features, device), torch.cat(labels), share)
 
 
-def _join(features: Mapping[str, list[torch.Tensor]], device: torch.device) -> dict[str, torch.Tensor]:
+def _join(features: Mapping[str, list[Tensor]], device: torch.device) -> dict[str, Tensor]:
     """Joins the batches of each feature. A rank without images learns names and sizes from the others."""
     dims = {name: batches[0].shape[1] for name, batches in features.items()}
     for dims_of_rank in collectives.gather_objects(dims):
         dims = dims or dims_of_rank
     joined = {}
     for name, dim in dims.items():
-        joined[name] = torch.cat([torch.empty(0, dim, device=device), *features.get(name, [])])
+        no_rows = torch.empty(0, dim, device=device)
+        joined[name] = torch.cat([no_rows, *features.get(name, [])])
     return joined
 
 
-def forward_blocks(
-    network: nn.Module, imgs: torch.Tensor, blocks: Sequence[int]
-) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+def forward_blocks(network: nn.Module, imgs: Tensor, blocks: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
     """Returns (`network.forward_features(imgs)`, {block: its output before the final norm}). Blocks count from 1."""
-    outputs: dict[int, torch.Tensor] = {}
+    outputs: dict[int, Tensor] = {}
 
-    def keep(block: int, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    def keep(block: int, module: nn.Module, args: Any, output: Tensor) -> None:
         outputs[block] = output
 
     hooks = []
     for block in blocks:
-        hooks.append(network.blocks[block - 1].register_forward_hook(partial(keep, block)))
+        module = network.blocks[block - 1]
+        hooks.append(module.register_forward_hook(partial(keep, block)))
     try:
         return network.forward_features(imgs), outputs
     finally:
@@ -91,7 +92,7 @@ def forward_blocks(
             hook.remove()
 
 
-def class_feature(x: torch.Tensor, before_norm: torch.Tensor | None, num_cls_tokens: int) -> torch.Tensor:
+def class_feature(x: Tensor, before_norm: Tensor | None, num_cls_tokens: int) -> Tensor:
     """Returns the class feature of each image [B, D]: one token after the norm, or the mean of several before the norm.
 
     The latter is Pixio's (arXiv 2512.15715).

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from util import collectives
@@ -58,7 +59,9 @@ def knn_accuracy(
     for first in range(0, len(query_rows), chunk_size):
         between_chunks()
         chunk = slice(first, first + chunk_size)
-        excluded = indices[chunk] if protocol.leave_one_out else None
+        excluded = None
+        if protocol.leave_one_out:
+            excluded = indices[chunk]
         similarities, positions = nearest(query_rows[chunk], own_rows, bank.indices, k_max, excluded)
         similarities, neighbour_labels = best_of(
             gather_columns(similarities),
@@ -67,7 +70,12 @@ def knn_accuracy(
             k_max,
         )
         for k in protocol.ks:
-            votes = votes_of(similarities[:, :k], neighbour_labels[:, :k], protocol.num_classes, protocol.temperature)
+            votes = votes_of(
+                similarities[:, :k],
+                neighbour_labels[:, :k],
+                protocol.num_classes,
+                protocol.temperature,
+            )
             ranks = rank_of_label(votes, labels[chunk])
             hits[k] += torch.stack([(ranks < 1).sum(), (ranks < 5).sum()])
     scores = {}
@@ -77,12 +85,12 @@ def knn_accuracy(
     return scores
 
 
-def gather_columns(values: torch.Tensor) -> torch.Tensor:
+def gather_columns(values: Tensor) -> Tensor:
     """Returns the columns of all ranks' values [Q, m], which may differ in m."""
     return collectives.gather_rows(values.T.contiguous()).T
 
 
-def unit_rows(features: torch.Tensor, moments: Moments | None = None) -> torch.Tensor:
+def unit_rows(features: Tensor, moments: Moments | None = None) -> Tensor:
     """Scales features [n, D] to unit length. With `moments` each channel is first standardised by them (z-scores)."""
     if moments is not None:
         mean = moments.mean.to(features.dtype)
@@ -92,12 +100,12 @@ def unit_rows(features: torch.Tensor, moments: Moments | None = None) -> torch.T
 
 
 def nearest(
-    queries: torch.Tensor,
-    bank: torch.Tensor,
-    indices: torch.Tensor,
+    queries: Tensor,
+    bank: Tensor,
+    indices: Tensor,
     k: int,
-    query_indices: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Finds the k most similar rows of `bank` [n, D] for each of `queries` [Q, D], both of unit length.
 
     Returns (similarities [Q, m], positions in the bank [Q, m]) with m = min(k, n), in descending order of similarity.
@@ -109,17 +117,18 @@ def nearest(
     if query_indices is not None:
         similarities.masked_fill_(query_indices[:, None] == indices, -torch.inf)
     top, positions = similarities.topk(min(k, len(bank)), dim=1)
-    ambiguous = (similarities >= top[:, -1:]).sum(dim=1) > top.shape[1]
+    num_taken = top.shape[1]
+    num_candidates = (similarities >= top[:, -1:]).sum(dim=1)
+    ambiguous = num_candidates > num_taken
     if ambiguous.any():
-        order = similarities[ambiguous].argsort(dim=1, descending=True, stable=True)[:, : top.shape[1]]
+        candidates = similarities[ambiguous]
+        order = candidates.argsort(dim=1, descending=True, stable=True)[:, :num_taken]
         positions[ambiguous] = order
-        top[ambiguous] = similarities[ambiguous].gather(1, order)
+        top[ambiguous] = candidates.gather(1, order)
     return top, positions
 
 
-def best_of(
-    similarities: torch.Tensor, indices: torch.Tensor, labels: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def best_of(similarities: Tensor, indices: Tensor, labels: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Returns (similarities, labels) of the k best of m neighbours, each [Q, min(k, m)], best first.
 
     similarities, indices, labels: of all neighbours, [Q, m]. Of equal similarities the lowest index comes first.
@@ -131,18 +140,18 @@ def best_of(
     return similarities.gather(1, by_similarity), labels.gather(1, by_similarity)
 
 
-def votes_of(
-    similarities: torch.Tensor, labels: torch.Tensor, num_classes: int, temperature: float = TEMPERATURE
-) -> torch.Tensor:
+def votes_of(similarities: Tensor, labels: Tensor, num_classes: int, temperature: float = TEMPERATURE) -> Tensor:
     """Returns the votes [Q, num_classes] of neighbours with `similarities` and `labels` [Q, k], the best one first.
 
     A vote is exp((s - s_1) / temperature), which gives the same ranking as exp(s / temperature) and does not overflow.
     """
-    weights = ((similarities - similarities[:, :1]) / temperature).exp()
-    return weights.new_zeros(len(weights), num_classes).scatter_add_(1, labels, weights)
+    differences = similarities - similarities[:, :1]
+    weights = (differences / temperature).exp()
+    votes = weights.new_zeros(len(weights), num_classes)
+    return votes.scatter_add_(1, labels, weights)
 
 
-def rank_of_label(votes: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def rank_of_label(votes: Tensor, labels: Tensor) -> Tensor:
     """Returns how many classes come before the true one, int64 [Q]. Of equal votes the lowest class comes first.
 
     votes: [Q, C]. labels: [Q]. A rank of 0 counts for top-1, a rank below 5 for top-5. If a vote is NaN, the rank is C
@@ -153,4 +162,5 @@ def rank_of_label(votes: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     has_more = votes > true_votes
     wins_tie = (votes == true_votes) & (classes < labels[:, None])
     num_before = (has_more | wins_tie).sum(dim=1)
-    return num_before.masked_fill(votes.isnan().any(dim=1), max(5, votes.shape[1]))
+    has_nan = votes.isnan().any(dim=1)
+    return num_before.masked_fill(has_nan, max(5, votes.shape[1]))
