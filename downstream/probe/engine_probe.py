@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -73,7 +73,8 @@ def rate_at(step: int, num_steps: int) -> float:
     warmup = WARMUP * num_steps
     if step < warmup:
         return step / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (num_steps - warmup)))
+    angle = math.pi * (step - warmup) / (num_steps - warmup)
+    return 0.5 * (1 + math.cos(angle))
 
 
 class Probes(nn.Module):
@@ -90,7 +91,7 @@ class Probes(nn.Module):
             if "attentive" in probes:
                 self.grids[f"{block} patches attentive"] = HeadGrid(AttentiveHead, encoder.dim, num_classes, GRID)
 
-    def forward(self, tokens: Mapping[int, Tokens]) -> dict[str, torch.Tensor]:
+    def forward(self, tokens: Mapping[int, Tokens]) -> dict[str, Tensor]:
         """Returns {name: logits [G, B, C]} of what the encoder returns."""
         logits = {}
         for name, grid in self.grids.items():
@@ -106,8 +107,10 @@ class Probes(nn.Module):
 
 
 def encode(
-    encoder: FrozenEncoder, batch: Sequence[torch.Tensor], context: EvalContext
-) -> tuple[dict[int, Tokens], torch.Tensor]:
+    encoder: FrozenEncoder,
+    batch: Sequence[Tensor],
+    context: EvalContext,
+) -> tuple[dict[int, Tokens], Tensor]:
     """Returns (the encoder's tokens by block, labels). batch: images as they are stored, and labels."""
     imgs, labels = batch
     imgs = imgs.to(context.device, non_blocking=True)
@@ -123,7 +126,7 @@ def update_heads(
     stream: Iterator[Any],
     accum_iter: int,
     context: EvalContext,
-) -> torch.Tensor:
+) -> Tensor:
     """Makes an optimizer step of all heads. Returns their mean loss in its last micro-batch.
 
     model: Probes, as they are or in DDP. stream: of micro-batches.
@@ -134,7 +137,8 @@ def update_heads(
             model.require_backward_grad_sync = micro == accum_iter - 1
         losses = []
         for logits in model(tokens).values():  # [G, B, C]
-            losses.append(F.cross_entropy(logits.flatten(0, 1), labels.repeat(len(logits))))
+            labels_of_heads = labels.repeat(len(logits))
+            losses.append(F.cross_entropy(logits.flatten(0, 1), labels_of_heads))
         loss_of_grids = torch.stack(losses)
         (loss_of_grids.sum() / accum_iter).backward()
     optimizer.step()
@@ -159,15 +163,20 @@ class Probing:
         self.encoder = encoder.to(session.process.device)
         self.images = images
         self.val_images = val_images
+        trains_heads = bool(set(args.probes) - {"knn"})
         batch_size = args.batch_size or MAX_BATCH_SIZE
         self.accum_iter = 1
-        if set(args.probes) - {"knn"}:  # heads are trained
+        if trains_heads:
             batch_size, self.accum_iter, _ = split_batch(
-                args.batch_size, None, args.total_batch_size, session.process.world_size, MAX_BATCH_SIZE
+                args.batch_size,
+                None,
+                args.total_batch_size,
+                session.process.world_size,
+                MAX_BATCH_SIZE,
             )
         self.context = session.make_context(args, normalize, batch_size)
         self.training, self.held_out = split_held_out(len(images))
-        if set(args.probes) - {"knn"} and len(self.training) < args.total_batch_size:
+        if trains_heads and len(self.training) < args.total_batch_size:
             raise ValueError(
                 f"nine tenths of the training set are {count_of(len(self.training), 'image')}, fewer than one batch of "
                 f"{args.total_batch_size}: lower --total_batch_size"
@@ -184,10 +193,18 @@ class Probing:
         rows = []
         for name, features in bank.values.items():
             block, feature = name.split()
-            for scaling, moments in (("raw", None), ("z", moments_of_all(features))):
+            scalings = {"raw": None, "z": moments_of_all(features)}
+            for scaling, moments in scalings.items():
                 for k, scores in knn_accuracy(bank, queries, name, protocol, moments).items():
-                    row = {"probe": "knn", "block": int(block), "feature": feature, "scaling": scaling, "k": k}
-                    rows.append({**row, **scores})
+                    row = {
+                        "probe": "knn",
+                        "block": int(block),
+                        "feature": feature,
+                        "scaling": scaling,
+                        "k": k,
+                        **scores,
+                    }
+                    rows.append(row)
         return rows
 
     def extract(self, images: Images) -> Features:
@@ -209,7 +226,8 @@ class Probing:
     def whole_images(self, images: Images) -> AddressedDataset:
         """Returns images in the evaluation view. Of the training images, those that cannot be read are replaced."""
         view = ResizeCenterCrop(self.encoder.img_size, reference=self.args.loader == "reference")
-        return AddressedDataset(images, view, replace=images is self.images and self.args.max_bad_fraction > 0)
+        may_be_bad = images is self.images and self.args.max_bad_fraction > 0
+        return AddressedDataset(images, view, replace=may_be_bad)
 
     # ------------------------------------------------------------------------------------------------------ heads
 
@@ -263,7 +281,8 @@ class Probing:
             loss = update_heads(model, optimizer, self.encoder, stream, self.accum_iter, self.context)
             if (step + 1) % max(1, args.steps // 20) == 0:
                 progress = f"step {step + 1}/{args.steps}: mean loss of all heads {loss.item():.4f}"
-                self.session.print(f"{progress}, {time.monotonic() - begin:.0f} s")
+                seconds = time.monotonic() - begin
+                self.session.print(f"{progress}, {seconds:.0f} s")
             if stop.agreed(collectives.all_reduce_sum(stop.flag())) and step + 1 < args.steps:
                 break
         stream.close()
@@ -276,7 +295,14 @@ class Probing:
         img_size = self.encoder.img_size
         training: Any = ImageSubset(self.images, self.training)
         use_pillow = args.loader == "reference"
-        crop = RandomResizedCropFlip(img_size, args.seed, args.crop_scale, reference=use_pillow, hflip=args.hflip)
+        crop = RandomResizedCropFlip(
+            img_size,
+            args.seed,
+            args.crop_scale,
+            reference=use_pillow,
+            hflip=args.hflip,
+        )
+        augmentation = with_vflip(crop, args.vflip, args.seed)
         sampler = StepBatchSampler(
             num_samples=len(training),
             batch_size=self.context.batch_size,
@@ -288,7 +314,7 @@ class Probing:
             end_step=args.steps,
         )
         return Loader(
-            AddressedDataset(training, with_vflip(crop, args.vflip, args.seed), replace=args.max_bad_fraction > 0),
+            AddressedDataset(training, augmentation, replace=args.max_bad_fraction > 0),
             sampler,
             stack,
             num_workers=self.context.num_workers,
@@ -297,9 +323,7 @@ class Probing:
         )
 
     @torch.no_grad()
-    def score_heads(
-        self, probes: Probes, images: Images, indices: Sequence[int] | np.ndarray
-    ) -> dict[str, torch.Tensor]:
+    def score_heads(self, probes: Probes, images: Images, indices: Sequence[int] | np.ndarray) -> dict[str, Tensor]:
         """Returns {name: top-1 and top-5 of each head in percent [G, 2]} of these images in the evaluation view.
 
         An image counts as an error of the heads whose logits of it are not finite. FloatingPointError on all ranks if
@@ -314,9 +338,10 @@ class Probing:
                 is_finite = logits.isfinite().all(dim=2)  # [G, B]
                 top5 = logits.topk(min(5, logits.shape[2])).indices
                 is_hit = (top5 == labels[:, None]) & is_finite[..., None]  # [G, B, 5]
-                counts[name][:, 0] += is_hit[..., 0].sum(dim=1)
-                counts[name][:, 1] += is_hit.any(dim=2).sum(dim=1)
-                counts[name][:, 2] += (~is_finite).sum(dim=1)
+                hits1 = is_hit[..., 0].sum(dim=1)
+                hits5 = is_hit.any(dim=2).sum(dim=1)
+                num_bad = (~is_finite).sum(dim=1)
+                counts[name] += torch.stack([hits1, hits5, num_bad], dim=1)
         scores = {}
         for name, counts_of_grid in counts.items():
             collectives.all_reduce_sum(counts_of_grid)  # in place
@@ -329,11 +354,18 @@ class Probing:
         return scores
 
 
-def held_out_rows(name: str, grid: HeadGrid, scores: torch.Tensor) -> list[Row]:
+def held_out_rows(name: str, grid: HeadGrid, scores: Tensor) -> list[Row]:
     """Returns a row for each head of a grid. name: of the grid. scores: on the held-out images, in percent [G, 2]."""
     block, feature, probe = name.split()
     rows = []
     for (lr, weight_decay), top1 in zip(grid.grid, scores[:, 0].tolist(), strict=True):
-        row = {"probe": probe, "block": int(block), "feature": feature}
-        rows.append({**row, "lr": lr, "weight_decay": weight_decay, "held_out_top1": top1})
+        row = {
+            "probe": probe,
+            "block": int(block),
+            "feature": feature,
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "held_out_top1": top1,
+        }
+        rows.append(row)
     return rows

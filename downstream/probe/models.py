@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from encoders.load import ENCODER_KEYS, build, read, refuse_foreign
 from util.data.pixel_format import RGB8, PixelFormat
@@ -30,8 +30,8 @@ HEAD_CHANNELS = 64  # of a head of the attentive probe
 class Tokens(NamedTuple):
     """What an encoder makes of a batch of images at one block, after the final norm."""
 
-    cls: torch.Tensor | None  # [B, D]; None without a class token
-    patches: torch.Tensor  # [B, N, D]
+    cls: Tensor | None  # [B, D]; None without a class token
+    patches: Tensor  # [B, N, D]
 
 
 class FrozenEncoder(nn.Module):
@@ -86,7 +86,7 @@ class FrozenEncoder(nn.Module):
         self.blocks = sorted(set(blocks))
 
     @torch.no_grad()
-    def forward(self, imgs: torch.Tensor) -> dict[int, Tokens]:
+    def forward(self, imgs: Tensor) -> dict[int, Tokens]:
         """Encodes normalised images [B, C, H, W]."""
         hooked = self.blocks
         if not self.depth:
@@ -100,7 +100,7 @@ class FrozenEncoder(nn.Module):
             tokens[block] = self.split(x, before_norm.get(block))
         return tokens
 
-    def split(self, x: torch.Tensor, before_norm: torch.Tensor | None) -> Tokens:
+    def split(self, x: Tensor, before_norm: Tensor | None) -> Tokens:
         """Separates class tokens and patches, and flattens a map of features."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         if x.ndim == 4:
@@ -112,9 +112,9 @@ class FrozenEncoder(nn.Module):
             cls = class_feature(x, before_norm, self.num_cls)
         return Tokens(cls, x[:, self.num_prefix :])
 
-    def vectors(self, imgs: torch.Tensor) -> dict[str, torch.Tensor]:
+    def vectors(self, imgs: Tensor) -> dict[str, Tensor]:
         """Returns {"<block> mean": [B, D], "<block> cls": [B, D]}, one vector per image, of each block."""
-        vectors: dict[str, torch.Tensor] = {}
+        vectors: dict[str, Tensor] = {}
         for block, tokens in self(imgs).items():
             vectors[f"{block} mean"] = tokens.patches.mean(dim=1)
             if tokens.cls is not None:
@@ -276,7 +276,13 @@ class LinearHead(nn.Module):
 class HeadGrid(nn.Module):
     """G heads of one kind, with the same first weights and each with its own learning rate and weight decay."""
 
-    def __init__(self, kind: type[nn.Module], dim: int, num_classes: int, grid: Sequence[tuple[float, float]]) -> None:
+    def __init__(
+        self,
+        kind: type[nn.Module],
+        dim: int,
+        num_classes: int,
+        grid: Sequence[tuple[float, float]],
+    ) -> None:
         super().__init__()
         first = kind(dim, num_classes)
         self.heads = nn.ModuleList(kind(dim, num_classes) for _ in grid)
@@ -287,30 +293,40 @@ class HeadGrid(nn.Module):
         divisors = [number for number in range(1, dim + 1) if dim % number == 0]
         self.num_heads = min(divisors, key=lambda number: abs(dim / number - HEAD_CHANNELS))
 
-    def stacked(self, name: str) -> torch.Tensor:
+    def stacked(self, name: str) -> Tensor:
         """Returns a parameter of all heads, [G, ...]."""
         return torch.stack([getattr(head, name) for head in self.heads])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def split_by_head(self, name: str) -> Tensor:
+        """Returns a parameter of all heads, whose first axis is split by attention heads, [G, H, d, ...]."""
+        return self.stacked(name).unflatten(1, (self.num_heads, -1))
+
+    def forward(self, x: Tensor) -> Tensor:
         """Returns logits [G, B, C] of vectors [B, D], or of tokens [B, N, D] for attentive heads."""
         if isinstance(self.heads[0], AttentiveHead):
             x = self.pool(x)  # [G, B, D]
-        return x @ self.stacked("weight").transpose(1, 2) + self.stacked("bias").unsqueeze(1)
+        weight = self.stacked("weight").transpose(1, 2)  # [G, D, C]
+        bias = self.stacked("bias").unsqueeze(1)
+        return x @ weight + bias
 
-    def pool(self, x: torch.Tensor) -> torch.Tensor:
+    def pool(self, x: Tensor) -> Tensor:
         """Pools tokens [B, N, D] by attention. Returns [G, B, D].
 
         The projections are folded: the product of q with K x is that of x with one vector K^T q per head, and the sum
         of a (V x + b) is V (sum of a x) + b. So no token is projected.
         """
-        query = self.stacked("query").unflatten(1, (self.num_heads, -1))  # [G, H, d]
-        key = self.stacked("key").unflatten(1, (self.num_heads, -1))  # [G, H, d, D]
-        value = self.stacked("value").unflatten(1, (self.num_heads, -1))  # [G, H, d, D]
-        folded = torch.einsum("ghd,ghdc->ghc", query, key) / query.shape[-1] ** 0.5
-        attention = (x @ folded.flatten(0, 1).T).softmax(dim=1)  # [B, N, G H]
-        summed = (attention.transpose(1, 2) @ x).unflatten(1, (-1, self.num_heads))  # [B, G, H, D]
-        pooled = torch.einsum("bghc,ghdc->gbhd", summed, value).flatten(2)
-        return pooled + self.stacked("value_bias").unsqueeze(1)
+        query = self.split_by_head("query")
+        key = self.split_by_head("key")
+        value = self.split_by_head("value")
+        head_dim = query.shape[-1]
+        folded = torch.einsum("ghd,ghdc->ghc", query, key) / head_dim**0.5
+        logits = x @ folded.flatten(0, 1).T  # [B, N, G H]
+        attention = logits.softmax(dim=1)
+        summed = attention.transpose(1, 2) @ x  # [B, G H, D]
+        summed = summed.unflatten(1, (-1, self.num_heads))
+        pooled = torch.einsum("bghc,ghdc->gbhd", summed, value)
+        bias = self.stacked("value_bias").unsqueeze(1)
+        return pooled.flatten(2) + bias
 
     def parameter_groups(self, scale: float) -> list[dict[str, Any]]:
         """Returns the optimizer's groups. `base_lr` is the grid's learning rate times `scale`; biases do not decay."""
