@@ -196,7 +196,11 @@ class StepDecay:
 
 
 def schedule_by_iterations(
-    parser: Parser, args: argparse.Namespace, plan: Plan, steps_per_epoch: int, learning_rate: Callable[..., float]
+    parser: Parser,
+    args: argparse.Namespace,
+    plan: Plan,
+    steps_per_epoch: int,
+    learning_rate: Callable[..., float],
 ) -> RunSchedule:
     """Returns the schedule of a run whose flags count iterations."""
     epochs = args.num_iters / steps_per_epoch

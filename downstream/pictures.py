@@ -14,7 +14,11 @@ PANEL = 192  # side of a panel in pixels, if no other is given
 
 def default_colors(num_classes: int) -> np.ndarray:
     """Returns a colour for each class, uint8 [K, 3]: hues a golden angle apart, in three shades."""
-    shades = ((0.85, 0.95), (0.5, 0.8), (0.95, 0.6))
+    shades = (  # saturation and value
+        (0.85, 0.95),
+        (0.5, 0.8),
+        (0.95, 0.6),
+    )
     colors = np.zeros((num_classes, 3))
     for k in range(num_classes):
         hue = 0.618034 * k % 1

@@ -79,10 +79,13 @@ class DecomposedAttention(nn.Module):
 
 def position_codes(k: Tensor, rows: int, columns: int) -> Tensor:
     """Returns the one-hot codes of the row and the column of each key, [B, heads, T, rows + columns]."""
-    row_codes = torch.eye(rows, device=k.device).repeat_interleave(columns, dim=0)
-    column_codes = torch.eye(columns, device=k.device).repeat(rows, 1)
+    row_codes = torch.eye(rows, device=k.device)
+    row_codes = row_codes.repeat_interleave(columns, dim=0)
+    column_codes = torch.eye(columns, device=k.device)
+    column_codes = column_codes.repeat(rows, 1)
     codes = torch.cat([row_codes, column_codes], dim=1).to(k.dtype)
-    return codes.expand(*k.shape[:2], -1, -1)
+    batch_size, num_heads = k.shape[:2]
+    return codes.expand(batch_size, num_heads, -1, -1)
 
 
 def pad_width(x: Tensor, width: int) -> Tensor:

@@ -79,7 +79,8 @@ class CocoImages(ImageFiles):
         samples = [(image["file_name"], 0) for image in images]
         super().__init__(image_root, samples, classes=[], notes=notes, in_chans=in_chans)
         self.ids = np.array([image["id"] for image in images], np.int64)
-        self.sizes = np.array([(image["height"], image["width"]) for image in images], np.int64)
+        sizes = [(image["height"], image["width"]) for image in images]
+        self.sizes = np.array(sizes, np.int64)
         self.num_objects = 0
         self.num_masks = 0
         for image in images:

@@ -156,10 +156,15 @@ def open_split(args: argparse.Namespace, split: str, in_chans: int | None = None
 
     in_chans: channels of a trained model's images (default: the flag's).
     """
-    json_path = Path(args.data_path) / getattr(args, f"{split}_json")
-    folder = Path(args.data_path) / getattr(args, f"{split}_images")
-    channels = in_chans or args.in_chans
-    return common.open_everywhere(lambda: CocoImages(json_path, folder, split == "train", channels), split)
+    root = Path(args.data_path)
+    open_images = partial(
+        CocoImages,
+        root / getattr(args, f"{split}_json"),
+        root / getattr(args, f"{split}_images"),
+        training=split == "train",
+        in_chans=in_chans or args.in_chans,
+    )
+    return common.open_everywhere(open_images, split)
 
 
 def check_categories(categories: Sequence[Sequence[Any]], images: CocoImages, owner: str) -> None:

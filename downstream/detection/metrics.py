@@ -10,7 +10,9 @@ NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 
 
 def average_precision(
-    truth: Mapping[str, Any], detections: Sequence[Mapping[str, Any]], kind: str
+    truth: Mapping[str, Any],
+    detections: Sequence[Mapping[str, Any]],
+    kind: str,
 ) -> dict[str, float | None]:
     """Returns the value of each of NAMES in percent, None where there are no objects.
 

@@ -138,10 +138,15 @@ class RoIHeadsL1(RoIHeads):
             positive_boxes = torch.cat(boxes)[positive].split(counts)
             object_indices = torch.cat(matched)[positive].split(counts)
             masks = self.predict_masks(maps, positive_boxes, positive_labels)
+            side = masks.shape[-1]
             mask_targets = []
             for target, box, index in zip(targets, positive_boxes, object_indices, strict=True):
-                mask_targets.append(crop_masks(target["masks"], box, index, masks.shape[-1]))
-            mask_loss = F.binary_cross_entropy_with_logits(masks, torch.cat(mask_targets), reduction="sum")
+                mask_targets.append(crop_masks(target["masks"], box, index, side))
+            mask_loss = F.binary_cross_entropy_with_logits(
+                masks,
+                torch.cat(mask_targets),
+                reduction="sum",
+            )
             losses["mask"] = mask_loss / max(1, masks.numel())
         return [], losses
 
@@ -164,7 +169,12 @@ class RoIHeadsL1(RoIHeads):
         boxes, scores, labels = self.postprocess_detections(logits, offsets, proposals, sizes)
         detections = []
         for i in range(len(boxes)):
-            detections.append({"boxes": boxes[i], "scores": scores[i], "labels": labels[i]})
+            detected = {
+                "boxes": boxes[i],
+                "scores": scores[i],
+                "labels": labels[i],
+            }
+            detections.append(detected)
         if self.has_mask():
             masks = self.predict_masks(maps, boxes, torch.cat(labels)).sigmoid()
             counts = [len(image_labels) for image_labels in labels]
@@ -178,10 +188,12 @@ def crop_masks(masks: Tensor, boxes: Tensor, index: Tensor, side: int) -> Tensor
 
     A cell is 1 if at least half of it is inside the mask.
     """
-    numbers = index[:, None].to(boxes)
+    numbers = index.unsqueeze(1).to(boxes)
     rois = torch.cat([numbers, boxes], dim=1)
-    shares = roi_align(masks[:, None].to(boxes), rois, side, aligned=True)
-    return (shares[:, 0] >= 0.5).float()
+    maps = masks.unsqueeze(1).to(boxes)
+    shares = roi_align(maps, rois, side, aligned=True).squeeze(1)
+    is_inside = shares >= 0.5
+    return is_inside.float()
 
 
 class Detector(nn.Module):

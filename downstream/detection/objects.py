@@ -33,7 +33,12 @@ def paste_masks(masks: Tensor, boxes: Tensor, size: Size) -> np.ndarray:
     rows = torch.arange(height, device=boxes.device) + 0.5
     columns = torch.arange(width, device=boxes.device) + 0.5
     pasted = [np.zeros((0, height, width), bool)]
-    for probabilities, box in zip(masks.split(MASKS_AT_ONCE), boxes.split(MASKS_AT_ONCE), strict=True):
+    parts = zip(
+        masks.split(MASKS_AT_ONCE),
+        boxes.split(MASKS_AT_ONCE),
+        strict=True,
+    )
+    for probabilities, box in parts:
         x1, y1, x2, y2 = box[:, :, None].unbind(1)  # each [n, 1]
         x = (columns - x1) / (x2 - x1) * 2 - 1
         y = (rows - y1) / (y2 - y1) * 2 - 1

@@ -43,15 +43,16 @@ def draw_objects(img: np.ndarray, objects: Sequence[DetectedObject], names: Sequ
     picture = Image.fromarray(panel(img, PANEL))
     draw = ImageDraw.Draw(picture)
     for box, label, score, mask in objects:
+        name = names[label - 1]
         color = tuple(colors[label - 1].tolist())
         corners = [value * scale for value in box]
         draw.rectangle(corners, outline=color, width=2)
         if mask is not None:
             draw_outline(picture, mask, color)
-        text = names[label - 1]
         if score is not None:
-            text += f" {score:.2f}"
-        draw_name(draw, corners[0], corners[1], text, color)
+            name += f" {score:.2f}"
+        left, top, _, _ = corners
+        draw_name(draw, left, top, name, color)
     return np.asarray(picture)
 
 
@@ -68,7 +69,8 @@ def draw_outline(picture: Image.Image, mask: np.ndarray, color: tuple[int, ...])
 def draw_name(draw: ImageDraw.ImageDraw, left: float, top: float, text: str, color: tuple[int, ...]) -> None:
     """Writes `text` on a plate of this colour above a box, or inside it at the upper edge of the picture."""
     font = ImageFont.load_default(size=FONT_SIZE)
-    place = (left + 3, max(0, top - PLATE_HEIGHT))
+    plate_top = max(0, top - PLATE_HEIGHT)
+    place = (left + 3, plate_top)
     plate = draw.textbbox(place, text, font)
     draw.rectangle(plate, fill=color)
     draw.text(place, text, BLACK, font)

@@ -246,17 +246,24 @@ def report(summary: Mapping[str, dict[str, Any]], num_classes: int) -> str:
     for set_name, figures in summary.items():
         benchmark = BENCHMARKS[set_name]
         if set_name == "imagenet_c":
-            rows.append([benchmark.title, "mCE, AlexNet's is 100", figures["mce"]])
-            rows.append([benchmark.title, "mean error, un-normalised", figures["mean_error"]])
+            metrics = {
+                "mCE, AlexNet's is 100": "mce",
+                "mean error, un-normalised": "mean_error",
+            }
         elif benchmark.restricted:
-            rows.append([benchmark.title, f"top-1 among its {benchmark.num_classes} classes", figures["top1"]])
-            rows.append([benchmark.title, f"top-1 among all {num_classes} classes", figures["top1_unrestricted"]])
+            metrics = {
+                f"top-1 among its {benchmark.num_classes} classes": "top1",
+                f"top-1 among all {num_classes} classes": "top1_unrestricted",
+            }
         else:
-            rows.append([benchmark.title, "top-1", figures["top1"]])
+            metrics = {"top-1": "top1"}
+        for metric, name in metrics.items():
+            rows.append([benchmark.title, metric, figures[name]])
     text = results_table(["set", "metric", "%"], rows)
     if "imagenet_c" in summary:
         figures = summary["imagenet_c"]
-        rows = [[corruption, ce, figures["errors"][corruption]] for corruption, ce in figures["ce"].items()]
+        errors = figures["errors"]
+        rows = [[corruption, ce, errors[corruption]] for corruption, ce in figures["ce"].items()]
         rows.append(["mean", figures["mce"], figures["mean_error"]])
         text += "\n" + results_table(["ImageNet-C", "CE, %", "mean error, %"], rows)
     return text
@@ -287,7 +294,11 @@ def load_wnid_classifier(path: str, args: argparse.Namespace, wnids: list[str]) 
 
 
 def evaluate_part(
-    part: Part, model: nn.Module, wnids: list[str], settings: Mapping[str, Any], context: EvalContext
+    part: Part,
+    model: nn.Module,
+    wnids: list[str],
+    settings: Mapping[str, Any],
+    context: EvalContext,
 ) -> dict[str, Any]:
     """Returns the part's entry in the results: top-1 in percent by the published protocol, and others."""
     images = part.open()

@@ -166,7 +166,11 @@ class SegmentationImages(ImageFiles):
         return os.path.join(self.label_root, os.fsdecode(bytes(self.label_names[i])))
 
     def check(
-        self, max_bad_fraction: float = 0.0, all_labels: bool = False, rank: int = 0, world_size: int = 1
+        self,
+        max_bad_fraction: float = 0.0,
+        all_labels: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         """Checks this rank's share of the split, and counts the values of the labels in `label_counts`.
 
