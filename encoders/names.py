@@ -80,10 +80,11 @@ def from_student(weights: Tensors) -> Tensors:
 
 def from_localmim(weights: Tensors) -> Tensors:
     """Returns a LocalMIM state dict without its norms of inner levels: the last one is the encoder's final norm."""
-    matches = [re.match(r"norm\.(\d+)\.", name) for name in weights]
+    is_inner = re.compile(r"norm\.(\d+)\.").match
+    matches = [is_inner(name) for name in weights]
     last = max(int(match[1]) for match in matches if match)
     renamed = rename(weights, [(rf"^norm\.{last}\.", "norm.")])
-    return {name: value for name, value in renamed.items() if not re.match(r"norm\.\d+\.", name)}
+    return {name: value for name, value in renamed.items() if not is_inner(name)}
 
 
 # Transformers' ViT and ViTMAE, version 4 and 5. The first rows undo what version 5 has renamed in memory.

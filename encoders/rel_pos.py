@@ -54,9 +54,9 @@ def resize_bias_table(
     down = interpolation_matrix(rows, 2 * target[0] - 1)
     across = interpolation_matrix(columns, 2 * target[1] - 1)
     resized = np.einsum("ij,jkh,lk->ilh", down, grid, across)
-    resized = torch.from_numpy(resized.reshape(-1, num_heads)).to(table.dtype)
+    resized = resized.reshape(-1, num_heads)
     extra = table[num_offsets:]
-    return torch.cat([resized, extra])
+    return torch.cat([torch.from_numpy(resized).to(table.dtype), extra])
 
 
 def interpolation_matrix(src: int, dst: int) -> np.ndarray:
@@ -71,7 +71,8 @@ def interpolation_matrix(src: int, dst: int) -> np.ndarray:
     else:
         first = [x[0]] * 4
         last = [x[-1]] * 4
-        knots = np.concatenate([first, x[2:-2], last])  # not-a-knot end conditions
+        inner = x[2:-2]  # not-a-knot end conditions
+        knots = np.concatenate([first, inner, last])
         basis_at_x = b_splines(x, knots)
         basis_at_queries = b_splines(queries, knots)
     return basis_at_queries @ np.linalg.inv(basis_at_x)
@@ -98,7 +99,7 @@ def geometric_offsets(src: int, dst: int) -> np.ndarray:
 
 def b_splines(x: np.ndarray, knots: np.ndarray, degree: int = 3) -> np.ndarray:
     """Returns the values at `x` of all B-splines over `knots` by Cox-de Boor, [len(x), len(knots) - degree - 1]."""
-    x = np.asarray(x, float)[:, None]
+    x = x[:, None]
     is_inside = (knots[:-1] <= x) & (x < knots[1:])
     last = np.flatnonzero(np.diff(knots))[-1]  # the last interval is closed, all others are half-open
     is_inside[:, last] |= x[:, 0] == knots[-1]
@@ -108,7 +109,9 @@ def b_splines(x: np.ndarray, knots: np.ndarray, degree: int = 3) -> np.ndarray:
         end = knots[k + 1 :]
         rising = _divide(x - start, knots[k:-1] - start)
         falling = _divide(end - x, end - knots[1:-k])
-        basis = rising * basis[:, :-1] + falling * basis[:, 1:]
+        left = rising * basis[:, :-1]
+        right = falling * basis[:, 1:]
+        basis = left + right
     return basis
 
 

@@ -64,8 +64,18 @@ def get_args_parser() -> Parser:
     parser = Parser("draw_patterns.py", description=__doc__)
     choices = [name for name in SAMPLING if name != "attention"]  # it needs the attention of a model
     parser.add_argument("--out", type=Path, required=True, help="write to this .svg, .png or .pdf")
-    parser.add_argument("--sampling", nargs="+", choices=choices, default=["random", "furthest"])
-    parser.add_argument("--throw_ratio", nargs="+", type=float, default=[0.25, 0.5, 0.65])
+    parser.add_argument(
+        "--sampling",
+        nargs="+",
+        choices=choices,
+        default=["random", "furthest"],
+    )
+    parser.add_argument(
+        "--throw_ratio",
+        nargs="+",
+        type=float,
+        default=[0.25, 0.5, 0.65],
+    )
     parser.add_argument("--grid", type=int, default=14, at_least=1, help="tokens on a side")
     parser.add_argument("--mask_ratio", type=float, default=0.75)
     return parser

@@ -190,7 +190,11 @@ def check_loads(model: nn.Module, name: str, **options: Any) -> str:
 
 
 def write_config(
-    folder: Path, name: str, options: Mapping[str, Any], config: dict[str, Any], classes: list[str] | None
+    folder: Path,
+    name: str,
+    options: Mapping[str, Any],
+    config: dict[str, Any],
+    classes: list[str] | None,
 ) -> None:
     """Write timm's config.json. timm writes it together with untrained weights, which are then replaced."""
     untrained = timm.create_model(name, pretrained_cfg=config, **options)
@@ -394,12 +398,15 @@ def write_weights(path: Path, state: Tensors, facts: Mapping[str, Any], metadata
     """
     path.unlink(missing_ok=True)  # a temporary file, which only its owner can read
     if path.suffix == ".pth":
+        info = checkpoint.exported_info(facts)
+        content = {"model": state, "meta": json.dumps(info.to_json())}
         buffer = io.BytesIO()
-        torch.save({"model": state, "meta": json.dumps(checkpoint.exported_info(facts).to_json())}, buffer)
+        torch.save(content, buffer)
         path.write_bytes(buffer.getbuffer())
         return
     texts = {name: json.dumps(value) for name, value in facts.items()}
-    path.write_bytes(safetensors.torch.save(state, {"format": "pt", **metadata, **texts}))
+    texts = {"format": "pt", **metadata, **texts}
+    path.write_bytes(safetensors.torch.save(state, texts))
 
 
 def write_card(folder: Path, weights: Weights, title: str, library: str, usage: str, contents: str) -> None:

@@ -28,6 +28,7 @@ import tarfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +124,11 @@ def file_sizes(images: FolderImages, chunk: int = 1000) -> np.ndarray:
 
 def shard_bounds(sizes: np.ndarray, shard_bytes: int) -> list[tuple[int, int]]:
     """Returns [(first, end)]: runs of images with about `shard_bytes` of files."""
-    number = (np.cumsum(sizes) - sizes) // shard_bytes  # by the position at which an image begins
-    starts = np.flatnonzero(np.diff(number)) + 1
+    begins = np.cumsum(sizes) - sizes
+    numbers = begins // shard_bytes
+    starts = np.flatnonzero(np.diff(numbers)) + 1
     bounds = [0, *starts.tolist(), len(sizes)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(bounds))
 
 
 def start_worker(images: FolderImages) -> None:
@@ -161,8 +163,9 @@ def write_shard(images: FolderImages, path: Path, manifest: Manifest) -> None:
     with replaced_file(path, durable=True) as temporary, tarfile.open(temporary, "w", format=tarfile.GNU_FORMAT) as tar:
         add_member(tar, MANIFEST, json.dumps(manifest).encode())
         for i, name in enumerate(manifest["names"], start=manifest["first"]):
-            key = os.path.join(os.path.dirname(name), f"{i:09d}")  # unique up to the first dot, as WebDataset needs it
-            extension = os.path.splitext(name)[1].lower()
+            folder = os.path.dirname(name)
+            key = os.path.join(folder, f"{i:09d}")  # unique up to the first dot, as WebDataset needs it
+            extension = Path(name).suffix.lower()
             # WebDataset's to_tuple("jpg", "cls") then reads all of ImageNet, also its PNG that is named .JPEG.
             if quality is not None or extension == ".jpeg":
                 extension = ".jpg"

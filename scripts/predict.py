@@ -152,7 +152,13 @@ def count_costs(settings: dict[str, Any]) -> Costs:
 
 
 def predict(
-    settings: dict[str, Any], costs: Costs, name: str, gpus: int, code: str, cores: int, batch_size: int | None
+    settings: dict[str, Any],
+    costs: Costs,
+    name: str,
+    gpus: int,
+    code: str,
+    cores: int,
+    batch_size: int | None,
 ) -> dict[str, Any]:
     """Predicts a recipe on `gpus` devices `name`, which have `cores` each. code: eager or compiled."""
     device = DEVICES[name]

@@ -87,16 +87,19 @@ class Step:
     def __call__(self) -> None:
         """Runs one training step."""
         labels = self.orders[0]  # no model reads labels
-        train_one_epoch(self.model, iter([(self.imgs, labels, *self.orders)]), range(1), self.loop)
+        batch = (self.imgs, labels, *self.orders)
+        train_one_epoch(self.model, iter([batch]), range(1), self.loop)
 
     def saved_bytes(self, num_images: int) -> int:
         """Bytes that autograd saves for a batch of copies of the first image. The model must not be compiled."""
+        ids_shuffle, *others = self.orders
         imgs = self.imgs[:1].repeat(num_images, 1, 1, 1)
-        ids_shuffle = self.orders[0][:1].repeat(num_images, 1)
+        ids_shuffle = ids_shuffle[:1].repeat(num_images, 1)
 
         def forward() -> torch.Tensor:
             with self.precision.autocast():
-                return sum(self.model(self.normalize(imgs), ids_shuffle, *self.orders[1:]).values())
+                losses = self.model(self.normalize(imgs), ids_shuffle, *others)
+                return sum(losses.values())
 
         return costs.saved_bytes(forward)
 
@@ -111,7 +114,8 @@ class TransformersStep:
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
-        self.model = ViTMAEForPreTraining(ViTMAEConfig(norm_pix_loss=True)).to(device).train()
+        config = ViTMAEConfig(norm_pix_loss=True)
+        self.model = ViTMAEForPreTraining(config).to(device).train()
         self.precision = precision(args.precision, device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.imgs = torch.randn(args.batch_size, 3, 224, 224, device=device)
@@ -150,7 +154,8 @@ def warm_up(row: Row, step: Callable[[], None], number: int, held_by_others: int
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         step()
-        row["peak_mb"] = (torch.cuda.max_memory_allocated() - held_by_others) / 1e6
+        peak = torch.cuda.max_memory_allocated()
+        row["peak_mb"] = (peak - held_by_others) / 1e6
 
 
 def describe(row: Row, args: argparse.Namespace, device: torch.device, precision_name: str) -> None:
@@ -192,8 +197,13 @@ def kernel_times(rows: Sequence[Row], steps: Sequence[Callable[[], None]]) -> li
             torch.cuda.synchronize()
         kernels = sorted(trace.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
         for kernel in kernels:
-            milliseconds = kernel.self_device_time_total / 1e3
-            found.append({"recipe": row["recipe"], "kernel": kernel.key, "calls": kernel.count, "ms": milliseconds})
+            row_of_kernel = {
+                "recipe": row["recipe"],
+                "kernel": kernel.key,
+                "calls": kernel.count,
+                "ms": kernel.self_device_time_total / 1e3,
+            }
+            found.append(row_of_kernel)
     return found
 
 
@@ -293,8 +303,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             if name in PEERS:
                 row, step = measure_peer(args, device)
             else:
-                settings = vars(parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", name]))
-                row, step = measure(settings, args, device)
+                flags = parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", name])
+                row, step = measure(vars(flags), args, device)
             rows.append(row)
             steps.append(step)
             times.append([costs.seconds_of(step, device, args.steps)])

@@ -175,7 +175,11 @@ class Replay:
             print(f"  loss {name} {mean!r}")
 
     def repeat_micro_batch(
-        self, loop: TrainLoop, micro: int, rank: int, addresses: Sequence[tuple[int, int]]
+        self,
+        loop: TrainLoop,
+        micro: int,
+        rank: int,
+        addresses: Sequence[tuple[int, int]],
     ) -> Finder:
         """Computes losses and gradients as `engine_pretrain.train_one_epoch` does."""
         batch = self.collator([self.dataset[address] for address in addresses])

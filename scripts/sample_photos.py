@@ -48,18 +48,24 @@ FLAGS = ".sample_photos.json"  # in the folder: what its files were made with
 
 
 def crop(
-    photo: Image.Image, rng: np.random.Generator, left: int, right: int, crop_sides: Sequence[float]
+    photo: Image.Image,
+    rng: np.random.Generator,
+    left: int,
+    right: int,
+    crop_sides: Sequence[float],
 ) -> Image.Image:
     """Crops a random square from the columns `left` to `right`, and resizes it to SIDE pixels.
 
     crop_sides: smallest and largest side of the square, as shares of the shorter side of that region.
     """
     width = right - left
-    size = int(rng.uniform(crop_sides[0], crop_sides[1]) * min(photo.height, width))
+    smallest, largest = crop_sides
+    size = int(rng.uniform(smallest, largest) * min(photo.height, width))
     x = left + int(rng.integers(width - size + 1))
     y = int(rng.integers(photo.height - size + 1))
     # Crop first: resize(box=...) would read pixels beyond the box, from the other split.
-    return photo.crop((x, y, x + size, y + size)).resize((SIDE, SIDE), Image.BICUBIC)
+    square = photo.crop((x, y, x + size, y + size))
+    return square.resize((SIDE, SIDE), Image.BICUBIC)
 
 
 def five_bands(img: Image.Image) -> np.ndarray:
@@ -69,7 +75,8 @@ def five_bands(img: Image.Image) -> np.ndarray:
     """
     colors = np.asarray(img, np.float64)
     gradients = [(slope + 255) / 2 for slope in np.gradient(colors.mean(axis=2))]
-    return np.round(np.dstack([colors, *gradients]) * 257).astype(np.uint16)
+    bands = np.dstack([colors, *gradients]) * 257
+    return np.round(bands).astype(np.uint16)
 
 
 def save_bands(bands: np.ndarray, path: Path) -> None:
@@ -96,7 +103,11 @@ def make_folder(path: Path, flags: dict[str, Any]) -> None:
 
 
 def write_photos(
-    output_dir: Path, num_train: int, num_val: int, crop_sides: Sequence[float] = (0.6, 1.0), bands: bool = False
+    output_dir: Path,
+    num_train: int,
+    num_val: int,
+    crop_sides: Sequence[float] = (0.6, 1.0),
+    bands: bool = False,
 ) -> None:
     """Writes train/ and val/. See the flags; `bands` writes `five_bands` instead of JPEGs."""
     if not 0 < crop_sides[0] <= crop_sides[1] <= 1:

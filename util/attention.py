@@ -58,7 +58,7 @@ def prefer(name: str, device: torch.device) -> None:
     _active_order.enter_context(sdpa_kernel(order, set_priority=True))
 
 
-def biased_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """scaled_dot_product_attention with a bias of the logits. Under "auto" the memory-efficient kernel comes first."""
     if _active_name != "auto":
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)

@@ -103,7 +103,8 @@ def fitting_images(
 def make_batch(model: nn.Module, settings: Mapping[str, Any], batch_size: int) -> tuple[Tensor, list[Tensor]]:
     """Return random bytes [B, C, H, W] for a framework's model, and [ids_shuffle [B, N], further inputs...]."""
     generator = torch.Generator().manual_seed(0)
-    shape = (batch_size, settings.get("in_chans", 3), *model.img_size)
+    in_chans = settings.get("in_chans", 3)
+    shape = (batch_size, in_chans, *model.img_size)
     crops = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     collator = model.collator(settings["sampling"], seed=0)
     samples = [(crop, 0, (0, i)) for i, crop in enumerate(crops)]

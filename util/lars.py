@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class LARS(torch.optim.Optimizer):
@@ -17,7 +18,7 @@ class LARS(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True  # lets GradScaler set `found_inf` instead of reading it on the host
-    found_inf: torch.Tensor | None = None
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class LARS(torch.optim.Optimizer):
                 mu.copy_(self._new_if_finite(mu, group["momentum"] * mu + g))
                 p.copy_(self._new_if_finite(p, p - group["lr"] * mu))
 
-    def _new_if_finite(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def _new_if_finite(self, old: Tensor, new: Tensor) -> Tensor:
         if self.found_inf is None:
             return new
         return torch.where(self.found_inf != 0, old, new)

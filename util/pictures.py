@@ -64,8 +64,11 @@ def panel_grid(
         for column in columns:
             column[is_invalid] = INVALID_COLOR
     scale = max(1, math.ceil(112 / pixels.shape[1]))  # small images are enlarged by whole pixels
-    columns = [column.repeat(scale, axis=1).repeat(scale, axis=2) for column in columns]
-    rows = [list(row) for row in zip(*columns, strict=True)]
+    enlarged = []
+    for column in columns:
+        column = column.repeat(scale, axis=1)
+        enlarged.append(column.repeat(scale, axis=2))
+    rows = [list(row) for row in zip(*enlarged, strict=True)]
     titles = ["image", "visible, retained, thrown", *panels]
     if len(rows) >= 4 and len(panels) == 1:
         if len(rows) % 2 == 1:

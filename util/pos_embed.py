@@ -28,7 +28,10 @@ def grid_from_settings(settings: Mapping[str, Any], patch_size: int | None) -> t
 
 
 def sincos_pos_embed(
-    dim: int, grid_size: tuple[int, int], num_prefix: int = 0, device: torch.device | str | None = None
+    dim: int,
+    grid_size: tuple[int, int],
+    num_prefix: int = 0,
+    device: torch.device | str | None = None,
 ) -> Tensor:
     """Returns MAE's fixed 2-D sine-cosine table [rows * columns, dim] in raster order, float64.
 

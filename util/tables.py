@@ -9,12 +9,22 @@ from typing import Any
 def write_csv(path: str | Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """Writes one line per row. Keys of a row that are not in `columns` are left out."""
     with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+        writer = csv.DictWriter(
+            file,
+            columns,
+            extrasaction="ignore",
+            lineterminator="\n",
+        )
         writer.writeheader()
         writer.writerows(rows)
 
 
-def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1, pad: bool = False) -> str:
+def markdown_table(
+    titles: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    left: int = 1,
+    pad: bool = False,
+) -> str:
     """Returns a Markdown table without a final newline. The first `left` columns are left-aligned, the others right.
 
     pad: fill the cells with spaces, so that the text itself reads as a table.
@@ -28,6 +38,8 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[object]], left
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = []
     for cells in lines:
-        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        padded = []
+        for cell, width in zip(cells, widths, strict=True):
+            padded.append(cell.ljust(width))
         text.append(f"| {' | '.join(padded)} |")
     return "\n".join(text)

@@ -32,7 +32,8 @@ def put_tokens(x: Tensor, ids: Tensor, num_tokens: int) -> Tensor:
 def rows_of(ids: Tensor, num_tokens: int) -> Tensor:
     """Returns the rows of tokens `ids` [B, n] in a table of all images' tokens [B * num_tokens, C], as [B * n]."""
     first = num_tokens * torch.arange(len(ids), device=ids.device)
-    return (ids + first.unsqueeze(1)).flatten()
+    rows = ids + first.unsqueeze(1)
+    return rows.flatten()
 
 
 class _Take(torch.autograd.Function):
@@ -49,7 +50,8 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (ids,) = ctx.saved_tensors
-        grad = put_tokens(grad, ids, ctx.shape[1])
+        num_tokens = ctx.shape[1]
+        grad = put_tokens(grad, ids, num_tokens)
         return grad.sum_to_size(ctx.shape), None
 
 
@@ -66,4 +68,5 @@ def fill_invalid(x: Tensor) -> Tensor:
 
 def counted_tokens(valid: Tensor) -> Tensor:
     """Returns which tokens count in losses, bool [B, n]: a quarter of their values [B, n, P] or more are valid."""
-    return COUNTED_SHARE * valid.sum(dim=-1) >= valid.shape[-1]
+    num_valid = valid.sum(dim=-1)
+    return COUNTED_SHARE * num_valid >= valid.shape[-1]

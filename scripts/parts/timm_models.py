@@ -84,8 +84,10 @@ def timm_weights(model: nn.Module) -> Tensors:
         norm, linear = model.head
         state = {name: value for name, value in state.items() if not name.startswith("head.")}
         # W ((x - mean) / s) + b = (W / s) x + (b - (W / s) mean), with s = sqrt(var + eps).
-        weight = linear.weight.detach().double() / (norm.running_var.double() + norm.eps).sqrt()
-        bias = linear.bias.detach().double() - weight @ norm.running_mean.double()
+        std = (norm.running_var.double() + norm.eps).sqrt()
+        weight = linear.weight.detach().double() / std
+        shift = weight @ norm.running_mean.double()
+        bias = linear.bias.detach().double() - shift
         state["head.weight"] = weight.float()
         state["head.bias"] = bias.float()
     return state

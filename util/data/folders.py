@@ -339,10 +339,16 @@ def list_images(root: Path, name: str, unread: Counter[str]) -> list[str]:
             continue
         seen.add(real)
         folders[:] = sorted(folder for folder in folders if not is_hidden(folder))
-        visible = [file for file in files if not is_hidden(file)]
-        images = sorted(file for file in visible if is_image(file))
-        if len(images) < len(visible):
-            unread.update(count_unread([file for file in visible if not is_image(file)]))
+        images = []
+        others = []
+        for file in sorted(files):
+            if is_hidden(file):
+                continue
+            if is_image(file):
+                images.append(file)
+            else:
+                others.append(file)
+        unread.update(count_unread(others))
         found.append((os.path.relpath(path, root), images))
     found.sort()
     return [os.path.join(folder, image) for folder, images in found for image in images]

@@ -189,6 +189,7 @@ def transform_valid(transform: Callable[[Tensor, int, int], Tensor], img: Tensor
     if (valid == valid[:1]).all():  # as for clouds
         valid = valid[:1]
     values = img.nan_to_num(0.0)
-    transformed = transform(torch.cat([values, valid.float()]), epoch, index)
+    channels = torch.cat([values, valid.float()])
+    transformed = transform(channels, epoch, index)
     total, share = transformed.split([len(values), len(valid)])
     return torch.where(share >= VALID_SHARE, total / share, torch.nan)

@@ -235,12 +235,14 @@ def packed_by(manifest: Mapping[str, Any]) -> str:
 def write_index(path: Path, rows: Rows, content: Mapping[str, Any]) -> None:
     """Writes an index atomically. content: what `scan_tars` returns, and "tars": [{"name", "size"}]."""
     names = rows["name"]
+    letters = names.view(np.uint8).reshape(len(names), -1)
+    rows = {**rows, "name": letters}
     text = json.dumps(content)
-    rows = {**rows, "name": names.view(np.uint8).reshape(len(names), -1)}
     digest = np.frombuffer(index_digest(text, rows), np.uint8)
+    tensors = {**rows, "sha256": digest}
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced_file(path, durable=True) as temporary:
-        temporary.write_bytes(save({**rows, "sha256": digest}, {"content": text}))
+        temporary.write_bytes(save(tensors, {"content": text}))
 
 
 def index_digest(text: str, rows: Rows) -> bytes:

@@ -114,10 +114,11 @@ class RandomResizedCropFlip:
 
     def draw(self, size: Size, epoch: int, index: int) -> tuple[int, int, int, int, bool]:
         """Returns (top, left, height, width, flip) of the crop of an image of `size`, in pixels."""
+        height, width = size
         draws = addressed_numbers(AUGMENT, self.seed, epoch, index, 2 * TRIES + 3)
-        top, left, crop_height, crop_width = self.box(size[0], size[1], draws)
+        box = self.box(height, width, draws)
         flip = self.hflip and draws[-1] < 0.5
-        return top, left, crop_height, crop_width, flip
+        return *box, flip
 
     def crop_box(self, size: Size, epoch: int, index: int) -> CropBox:
         """Returns the crop of an image of `size`, in fractions of the image."""
@@ -191,11 +192,14 @@ class PaddedCropFlip:
     def draw(self, size: Size, epoch: int, index: int) -> tuple[int, int, bool]:
         """Returns (top, left, flip) of the window in the resized image of `size`, in pixels, -4 at the least."""
         u_top, u_left, u_flip = addressed_numbers(AUGMENT, self.seed, epoch, index, 3)
-        num_tops = size[0] + 2 * self.padding - self.size[0] + 1
-        num_lefts = size[1] + 2 * self.padding - self.size[1] + 1
+        height, width = size
+        rows, columns = self.size
+        num_tops = height + 2 * self.padding - rows + 1
+        num_lefts = width + 2 * self.padding - columns + 1
         top = int(u_top * num_tops) - self.padding
         left = int(u_left * num_lefts) - self.padding
-        return top, left, self.hflip and u_flip < 0.5
+        flip = self.hflip and u_flip < 0.5
+        return top, left, flip
 
     def crop_box(self, size: Size, epoch: int, index: int) -> CropBox:
         """Returns the window of an image of `size`, in fractions of the image. It may begin 4 px outside of it."""
@@ -207,7 +211,8 @@ class PaddedCropFlip:
 def reflected(first: int, count: int, length: int) -> Tensor:
     """Returns indices first .. first + count - 1 of an axis with reflection padding. The border is not repeated."""
     indices = torch.arange(first, first + count).abs()
-    return (length - 1) - (length - 1 - indices).abs()
+    last = length - 1
+    return last - (last - indices).abs()
 
 
 class FinetuneAugment:
@@ -253,7 +258,8 @@ class FinetuneAugment:
         img = self.crop(img, epoch, index)
         if not self.augment.transforms:
             return img
-        with seeded_libraries(addressed_seed(LIBRARY, self.crop.seed, epoch, index)):
+        seed = addressed_seed(LIBRARY, self.crop.seed, epoch, index)
+        with seeded_libraries(seed):
             picture = self.augment(to_picture(img))
         return to_tensor(np.array(picture)).contiguous()
 
@@ -306,7 +312,8 @@ class ResizeCenterCrop:
         crop_height, crop_width = self.size
         top = round((height - crop_height) / 2)
         left = round((width - crop_width) / 2)
-        return img[:, top : top + crop_height, left : left + crop_width].contiguous()
+        crop = img[:, top : top + crop_height, left : left + crop_width]
+        return crop.contiguous()
 
 
 class Squash:
@@ -395,6 +402,8 @@ class Normalize(nn.Module):
 
         uint8 is divided by 255. For other types 0 and 1 are the mean -+ 2 standard deviations.
         """
-        if self.pixels.dtype != "uint8":
-            return ((imgs + 2) / 4).clamp(0, 1)
-        return ((imgs * self.std + self.mean) / 255).clamp(0, 1)
+        if self.pixels.dtype == "uint8":
+            shown = (imgs * self.std + self.mean) / 255
+        else:
+            shown = (imgs + 2) / 4
+        return shown.clamp(0, 1)

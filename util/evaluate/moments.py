@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from util import collectives
 
@@ -13,12 +14,12 @@ RANK_EPS = 1e-7
 class Moments:
     """Number, sum and Gram matrix of feature vectors, in float64. They are additive over batches and processes."""
 
-    count: torch.Tensor  # scalar
-    total: torch.Tensor  # [D]
-    gram: torch.Tensor  # [D, D]
+    count: Tensor  # scalar
+    total: Tensor  # [D]
+    gram: Tensor  # [D, D]
 
     @classmethod
-    def of(cls, features: torch.Tensor, rows: int = 1 << 16) -> "Moments":
+    def of(cls, features: Tensor, rows: int = 1 << 16) -> "Moments":
         """Returns the moments of features [n, D]. `rows` of them are converted to float64 at once."""
         dim = features.shape[1]
         count = torch.tensor(float(len(features)), dtype=torch.float64, device=features.device)
@@ -31,12 +32,12 @@ class Moments:
         return cls(count, total, gram)
 
     @property
-    def mean(self) -> torch.Tensor:
+    def mean(self) -> Tensor:
         """Mean of each channel [D]."""
         return self.total / self.count
 
     @property
-    def std(self) -> torch.Tensor:
+    def std(self) -> Tensor:
         """Standard deviation of each channel [D], of the whole population."""
         variance = self.gram.diagonal() / self.count - self.mean.square()
         return variance.clamp_min(0).sqrt()
@@ -59,7 +60,7 @@ class Moments:
         return min(float(max_rank), torch.exp(entropy).item())  # RANK_EPS lifts it a little
 
 
-def moments_of_all(features: torch.Tensor) -> Moments:
+def moments_of_all(features: Tensor) -> Moments:
     """Returns the moments of the features of all ranks. features: this rank's share [n, D]."""
     moments = Moments.of(features)
     collectives.all_reduce_sum(moments.count)  # in place

@@ -97,7 +97,10 @@ def evaluation_session(
 
 
 def session_of_eval(
-    parser: Parser, args: argparse.Namespace, given: set[str], origins: str
+    parser: Parser,
+    args: argparse.Namespace,
+    given: set[str],
+    origins: str,
 ) -> AbstractContextManager[Session]:
     """Returns the session of `--eval` of a training program, whose output folder is used only if it is named.
 
