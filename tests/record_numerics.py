@@ -188,7 +188,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", nargs="?", type=Path, help="file to write")
     parser.add_argument("--compare", nargs=2, type=Path, help="two records")
-    parser.add_argument("--cases", nargs="+", default=[], choices=CASES, metavar="CASE", help="only these runs")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=[],
+        choices=CASES,
+        metavar="CASE",
+        help="only these runs",
+    )
     args = parser.parse_args(argv)
     if args.compare:
         before, after = (json.loads(path.read_text()) for path in args.compare)

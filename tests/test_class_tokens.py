@@ -5,6 +5,7 @@ import json
 import pytest
 import timm
 import torch
+from torch.testing import assert_close
 
 import main_pretrain
 import monitor
@@ -34,7 +35,14 @@ def build(*flags):
 # ------------------------------------------------------------------------------------------------------------ the model
 
 
-@pytest.mark.parametrize(("throw_ratio", "progressive"), [(0.0, True), (0.5, False), (0.5, True)])
+@pytest.mark.parametrize(
+    ("throw_ratio", "progressive"),
+    [
+        (0.0, True),
+        (0.5, False),
+        (0.5, True),
+    ],
+)
 def test_loss_against_the_slow_derivation(throw_ratio, progressive):
     torch.manual_seed(0)
     model = MaskedAutoencoderViT(
@@ -103,13 +111,13 @@ def test_one_class_token_is_read_after_the_final_norm_and_several_are_averaged_b
     expected = model.norm(tokens)[:, 0]
     if num_cls_tokens > 1:
         expected = (tokens[:, 0] + tokens[:, 1] + tokens[:, 2]) / 3
-    torch.testing.assert_close(found["cls"], expected)
-    torch.testing.assert_close(found["mean"], model.norm(tokens)[:, num_cls_tokens:].mean(dim=1))
+    assert_close(found["cls"], expected)
+    assert_close(found["mean"], model.norm(tokens)[:, num_cls_tokens:].mean(dim=1))
 
 
 def test_class_tokens_of_a_network_without_blocks_are_averaged():
     x = torch.randn(2, 7, 5)
-    torch.testing.assert_close(class_feature(x, None, 2), (x[:, 0] + x[:, 1]) / 2)
+    assert_close(class_feature(x, None, 2), (x[:, 0] + x[:, 1]) / 2)
     assert torch.equal(class_feature(x, None, 1), x[:, 0])
 
 
@@ -140,7 +148,7 @@ def test_pooling_leaves_out_or_averages_the_class_tokens(global_pool):
     x = model.forward_features(imgs)
     pooled = x[:, :3] if global_pool == "token" else x[:, 3:]
     expected = model.head(model.fc_norm(pooled.mean(dim=1)))
-    torch.testing.assert_close(model(imgs), expected)
+    assert_close(model(imgs), expected)
 
 
 # ------------------------------------------------------------------------------------------------------------- programs
@@ -198,7 +206,7 @@ def test_export_to_timm_and_back(trained, tmp_path):
     assert theirs.num_prefix_tokens == 3
     ours = load_model(trained)
     imgs = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(theirs.forward_features(imgs), ours.forward_features(imgs), rtol=1e-5, atol=1e-5)
+    assert_close(theirs.forward_features(imgs), ours.forward_features(imgs), rtol=1e-5, atol=1e-5)
     for name, value in load_model(tmp_path / "encoder").state_dict().items():
         assert torch.equal(value, ours.state_dict()[name]), name
 

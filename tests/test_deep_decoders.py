@@ -120,7 +120,21 @@ def draw_orders(model, num_images):
 @pytest.mark.parametrize("progressive", [True, False])
 def test_deep_decoder_and_squares_against_the_slow_derivation(progressive):
     torch.manual_seed(0)
-    sizes = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, decoder_embed_dim=64, decoder_depth=3)
-    options = dict(mask_unit=2, throw_ratio=0.5, kernel_size=3, progressive=progressive, norm_pix_loss=True)
+    sizes = dict(
+        img_size=32,
+        patch_size=8,
+        embed_dim=24,
+        depth=2,
+        num_heads=3,
+        decoder_embed_dim=64,
+        decoder_depth=3,
+    )
+    options = dict(
+        mask_unit=2,
+        throw_ratio=0.5,
+        kernel_size=3,
+        progressive=progressive,
+        norm_pix_loss=True,
+    )
     model = perturbed(MaskedAutoencoderViT(**sizes, **options))
     assert_is_slow_mae(model, draw_orders(model, 2))

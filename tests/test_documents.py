@@ -287,7 +287,12 @@ def test_the_table_of_faults_is_that_of_the_tests() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "fault":
                 row, action, expected = (ast.literal_eval(argument) for argument in node.args)
-                marked[row] = {"row": row, "action": action, "expected": expected, "test": page_name(path)}
+                marked[row] = {
+                    "row": row,
+                    "action": action,
+                    "expected": expected,
+                    "test": page_name(path),
+                }
     assert {row["row"]: row for row in rows_of("faults.csv")} == marked
 
 
@@ -356,7 +361,12 @@ def test_the_study_of_length_prints_the_means_of_its_rows() -> None:
         assert cells.split(" | ") == [f"{mean:.2f}" for mean in means]
     _, table, _ = re.split("<!-- .*main result -->", README.read_text())
     for line, arm in zip(table.strip().splitlines()[2:], ("mae", "plain50", "prmim50"), strict=True):
-        measured = [("fine-tuned", arm, 1), ("fine-tuned", arm, 4), ("fine-tuned", arm, 8), ("frozen", arm, 8)]
+        measured = [
+            ("fine-tuned", arm, 1),
+            ("fine-tuned", arm, 4),
+            ("fine-tuned", arm, 8),
+            ("frozen", arm, 8),
+        ]
         assert line.strip("| ").split(" | ")[-4:] == [f"{statistics.mean(outcomes[key]):.1f}" for key in measured]
 
 

@@ -11,6 +11,7 @@ from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.testing import assert_close
 
 from engine_finetune import BatchAugmentation, evaluate
 from models_vit import VisionTransformer
@@ -73,7 +74,7 @@ def test_smoothed_cross_entropy_without_mixup():
     for row, label in zip(logits, labels, strict=True):
         log_probabilities = row - row.exp().sum().log()
         expected -= (0.9 * log_probabilities[label] + 0.1 * log_probabilities.mean()) / 8
-    torch.testing.assert_close(loss.double(), expected)
+    assert_close(loss.double(), expected)
 
 
 def test_soft_targets_with_mixup_against_a_loop():
@@ -94,7 +95,7 @@ def test_soft_targets_with_mixup_against_a_loop():
             target = torch.full((CLASSES,), 0.1 / CLASSES)
             target[label] += 0.9
             expected -= weight * (target * log_probabilities).sum() / 8
-    torch.testing.assert_close(loss, expected)
+    assert_close(loss, expected)
 
 
 def test_learning_rates_follow_the_layer_scales():
@@ -104,7 +105,14 @@ def test_learning_rates_follow_the_layer_scales():
     assert rates == pytest.approx([0.5 * 4e-3, 4e-3])
 
 
-@pytest.mark.parametrize(("bound", "is_clipped"), [(None, False), (0.05, True), (1e3, False)])
+@pytest.mark.parametrize(
+    ("bound", "is_clipped"),
+    [
+        (None, False),
+        (0.05, True),
+        (1e3, False),
+    ],
+)
 def test_clipping_bounds_the_norm_of_the_whole_gradient(bound, is_clipped):
     """AdamW would hide the gradient's size; plain gradient descent shows it."""
     engine = a_loop(clip_grad=bound)
@@ -173,7 +181,12 @@ def score(table, labels, indices=slice(None), batch_size=2, **options):
 
 
 # Image 0 is right, 1 is second best, 2 is worst of six (not in the top 5), 3 is right.
-TABLE = [[9.0, 0, 1, 2, 3, 4], [9.0, 8, 1, 2, 3, 4], [9.0, 8, 0, 2, 3, 4], [0.0, 1, 2, 9, 3, 4]]
+TABLE = [
+    [9.0, 0, 1, 2, 3, 4],
+    [9.0, 8, 1, 2, 3, 4],
+    [9.0, 8, 0, 2, 3, 4],
+    [0.0, 1, 2, 9, 3, 4],
+]
 
 
 def test_top_1_top_5_and_loss_by_hand():
@@ -217,7 +230,14 @@ def test_the_model_is_scored_in_eval_mode_and_given_back_as_it_was(training):
 def test_evaluation_compiles_nothing(monkeypatch):
     """Its batches, of which the last is smaller, have other shapes than those of training."""
     monkeypatch.replace_in(shard, "torch.compile", partial(torch.compile, backend="aot_eager"))
-    model = VisionTransformer(img_size=4, patch_size=2, embed_dim=8, depth=2, num_heads=1, num_classes=CLASSES)
+    model = VisionTransformer(
+        img_size=4,
+        patch_size=2,
+        embed_dim=8,
+        depth=2,
+        num_heads=1,
+        num_classes=CLASSES,
+    )
     plain = evaluate(model, [a_batch(3), a_batch(2)], 5, CONTEXT)
     shard.compile_parts(model)
     torch._dynamo.reset()

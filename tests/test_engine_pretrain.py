@@ -7,6 +7,7 @@ import pytest
 import torch
 from timm.optim import Muon
 from torch import nn
+from torch.testing import assert_close
 
 from tests.loops import a_driver, forbidden_waits
 from tests.patches import StandIn
@@ -98,7 +99,7 @@ def test_steps_are_adamw_s_on_the_summed_losses():
         (losses["square"] + losses["sum"]).backward()
         optimizer.step()
     expected = torch.cat([p.detach().flatten() for p in model.parameters()])
-    torch.testing.assert_close(engine.weights(), expected, rtol=1e-6, atol=1e-7)
+    assert_close(engine.weights(), expected, rtol=1e-6, atol=1e-7)
 
 
 def test_accumulation_equals_the_whole_batch():
@@ -106,7 +107,7 @@ def test_accumulation_equals_the_whole_batch():
     whole.steps(range(5), stream(5))
     parts = a_loop(accum_iter=4)
     parts.steps(range(5), parts_of(stream(5), starts=(0, 2, 4, 6), size=2))
-    torch.testing.assert_close(parts.weights(), whole.weights(), rtol=1e-5, atol=1e-6)
+    assert_close(parts.weights(), whole.weights(), rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(parts.loop.log.reports, whole.loop.log.reports, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
@@ -134,7 +135,14 @@ def test_reports_are_means_of_all_steps_since_the_last():
     assert last["epoch"] == 4
 
 
-@pytest.mark.parametrize(("share", "hint", "said"), [(0.5, "buy a disk", 1), (0.5, "", 0), (0.05, "buy a disk", 0)])
+@pytest.mark.parametrize(
+    ("share", "hint", "said"),
+    [
+        (0.5, "buy a disk", 1),
+        (0.5, "", 0),
+        (0.05, "buy a disk", 0),
+    ],
+)
 def test_waiting_for_data_is_said_once_and_not_of_the_first_report(share, hint, said, monkeypatch):
     monkeypatch.setattr(loop.Clock, "lap", lambda self, images: {"seconds_per_step": 1.0, "images_per_s": 8.0})
     shares = {"data_share": share, "data_rank": 0, "host_share": 0.1, "host_rank": 0}
@@ -149,7 +157,15 @@ def test_waiting_for_data_is_said_once_and_not_of_the_first_report(share, hint, 
     assert engine.loop.log.lines == [line] * said
 
 
-@pytest.mark.parametrize(("data", "host", "said"), [(0.01, 0.97, 1), (0.05, 0.92, 1), (0.01, 0.8, 0), (0.5, 0.5, 0)])
+@pytest.mark.parametrize(
+    ("data", "host", "said"),
+    [
+        (0.01, 0.97, 1),
+        (0.05, 0.92, 1),
+        (0.01, 0.8, 0),
+        (0.5, 0.5, 0),
+    ],
+)
 def test_a_host_that_keeps_its_gpu_waiting_is_named_once(data, host, said, monkeypatch):
     """That of a GPU which waits for data is told otherwise."""
     monkeypatch.setattr(loop.Clock, "lap", lambda self, images: {"seconds_per_step": 1.0, "images_per_s": 8.0})
@@ -437,7 +453,7 @@ def test_two_processes_skip_alike_and_report_the_same(what):
     whole = a_loop()
     spoil(whole, {1})
     whole.steps(range(4), stream(4))
-    torch.testing.assert_close(torch.from_numpy(first["weights"]), whole.weights(), rtol=1e-5, atol=1e-6)
+    assert_close(torch.from_numpy(first["weights"]), whole.weights(), rtol=1e-5, atol=1e-6)
     assert first["losses"] == pytest.approx(losses_of(whole), rel=1e-5)
 
 
@@ -482,7 +498,12 @@ def _reports_of(rank):
             engine.loop.clock.start -= 20_000
             engine.loop.clock.data_seconds += (2_000, 10_000)[rank]
         engine.step(batches, step)
-    return {"calls": calls, "seen": engine.loop.listener.seen, "lines": lines, "log": engine.loop.log.lines}
+    return {
+        "calls": calls,
+        "seen": engine.loop.listener.seen,
+        "lines": lines,
+        "log": engine.loop.log.lines,
+    }
 
 
 def test_a_report_is_one_all_reduce_and_names_the_rank_that_waits_longest_for_data():

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
 from framework import PixelFramework
 from frameworks import registry
@@ -122,12 +123,12 @@ def test_loss_and_gradients_equal_a_slow_derivation(name, norm_pix_loss, imgs):
     pred = twin.predict_all(twin.token_pixels(filled), TokenOrder(ids_shuffle, twin.counts))
     expected = slow_loss(model, pred, batch, ids_shuffle)
     expected.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+    assert_close(loss, expected, rtol=1e-10, atol=0)
     found = gradients(model)
     assert found.keys() == gradients(twin).keys()
     assert found
     for parameter, gradient in gradients(twin).items():
-        torch.testing.assert_close(found[parameter], gradient, rtol=1e-8, atol=1e-12)
+        assert_close(found[parameter], gradient, rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize("norm_pix_loss", [True, False])
@@ -139,7 +140,13 @@ def test_without_invalid_pixels_nothing_changes(name, throws, norm_pix_loss, img
     results = []
     throw_ratio = None if throws else 0.0
     for has_invalid in (False, True):
-        model = build(name, throw_ratio=throw_ratio, has_invalid=has_invalid, norm_pix_loss=norm_pix_loss, shallow=True)
+        model = build(
+            name,
+            throw_ratio=throw_ratio,
+            has_invalid=has_invalid,
+            norm_pix_loss=norm_pix_loss,
+            shallow=True,
+        )
         batch, *orders = batch_of(model, whole)
         (loss,) = model(batch, *orders).values()
         loss.backward()
@@ -164,7 +171,16 @@ def test_loss_and_gradients_are_finite_where_nothing_is_valid(imgs):
 @pytest.mark.parametrize(("num_valid", "counts"), [(11, False), (12, True)])
 def test_a_token_counts_if_a_quarter_of_its_values_are_valid(num_valid, counts):
     """Tokens of 4 x 4 pixels and three channels have 48 values."""
-    model = MaskedAutoencoderViT(32, 1, img_size=8, patch_size=4, embed_dim=32, depth=1, num_heads=2, has_invalid=True)
+    model = MaskedAutoencoderViT(
+        32,
+        1,
+        img_size=8,
+        patch_size=4,
+        embed_dim=32,
+        depth=1,
+        num_heads=2,
+        has_invalid=True,
+    )
     imgs = torch.full((1, 3, 8, 8), torch.nan)
     token = torch.full((48,), torch.nan)
     token[:num_valid] = torch.rand(num_valid)
@@ -424,6 +440,6 @@ def test_views_undo_the_target_normalisation_of_valid_pixels(imgs):
     model.reconstruct = lambda imgs, ids: (targets.float(), None)
     (view,) = model.views(imgs, None, lambda imgs: imgs)
     whole = ~imgs.isnan()
-    torch.testing.assert_close(view.prediction[whole], imgs[whole], rtol=1e-4, atol=1e-4)
+    assert_close(view.prediction[whole], imgs[whole], rtol=1e-4, atol=1e-4)
     assert view.errors.max() < 1e-6
     assert PixelFormat(3, "uint8", has_invalid=True).batch_dtype == "float32"

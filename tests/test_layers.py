@@ -43,7 +43,12 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 # A folder in util -> what else of util it may import. The files beside the folders are leaves.
-ALLOWED_IN_UTIL = {"": set(), "data": {""}, "run": {"", "data"}, "evaluate": {"", "data", "run"}}
+ALLOWED_IN_UTIL = {
+    "": set(),
+    "data": {""},
+    "run": {"", "data"},
+    "evaluate": {"", "data", "run"},
+}
 
 
 def imports(path):
@@ -141,7 +146,13 @@ def test_help_waits_for_no_slow_library():
     mains = "main_pretrain, main_finetune, downstream.probe.main_probe, downstream.segmentation.main_segmentation"
     slow = {"timm", "torchvision", "torch._dynamo", "torch.distributed.fsdp", "tensorboard", "triton"}
     code = f"import sys, {mains}; print({slow} & set(sys.modules))"
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert found.stdout == "set()\n", found.stderr
 
 

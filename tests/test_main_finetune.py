@@ -75,7 +75,13 @@ def test_a_checkpoint_alone_evaluates_to_what_was_logged(labelled, undisturbed_r
     assert result["loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("framework", "model"), [("mff", "vit_micro_patch4"), ("simmim", "relative_vit_micro_patch4")])
+@pytest.mark.parametrize(
+    ("framework", "model"),
+    [
+        ("mff", "vit_micro_patch4"),
+        ("simmim", "relative_vit_micro_patch4"),
+    ],
+)
 def test_other_frameworks_encoders(labelled, tmp_path, capsys, framework, model):
     """From pre-training to an evaluated classifier, with the framework's own schedule and clipping."""
     pretrain(labelled, tmp_path / "pre", "--model", f"{framework}_vit_micro_patch4", "--max_steps", 1)
@@ -244,7 +250,14 @@ def test_partial_finetuning_trains_the_last_blocks(labelled, pretrained, tmp_pat
 
 # --------------------------------------------------------------------------------------------- classifiers of others
 
-SIZES = {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 3, "num_classes": 2}
+SIZES = {
+    "img_size": 32,
+    "patch_size": 4,
+    "embed_dim": 96,
+    "depth": 4,
+    "num_heads": 3,
+    "num_classes": 2,
+}
 
 
 def an_official_file(path, **options):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.testing import assert_close
 
 import main_pretrain
 from encoders.window_groups import WindowGrouper
@@ -95,7 +96,7 @@ def test_muon_orthogonalises_the_matrices_of_blocks_and_adamw_does_the_rest(mode
             assert (turned - diagonal.diag()).abs().max() < 0.1, name
         elif parameter.requires_grad:
             expected = 1e-3 * parameter.grad / (parameter.grad.abs() + 1e-7)
-            torch.testing.assert_close(change, expected, rtol=1e-3, atol=1e-5)
+            assert_close(change, expected, rtol=1e-3, atol=1e-5)
     assert num_matrices == 4 * len(shard.blocks_of(model))
 
 
@@ -132,7 +133,13 @@ def test_muon_of_two_processes_is_that_of_one_also_if_sharded(photos, tmp_path):
         finish(photos, tmp_path / name, *flags, *more)
         weights = state(tmp_path / name)["model"]
         for key, value in expected.items():  # products of Newton and Schulz are in bfloat16
-            torch.testing.assert_close(weights[key], value, rtol=0, atol=2e-3, msg=f"{name} {key}")
+            assert_close(
+                weights[key],
+                value,
+                rtol=0,
+                atol=2e-3,
+                msg=f"{name} {key}",
+            )
             if "blocks." in key and key.endswith(MATRICES):
                 change = value - initial[key]
                 assert (weights[key] - value).norm() < 0.5 * change.norm(), f"{name} {key}"
@@ -380,7 +387,13 @@ def test_a_compiled_run_has_all_its_graphs_before_the_first_step(photos, tmp_pat
     assert num_graphs == [len(graphs)] * 6
     assert num_graphs[0] > 0
     for name, value in eager["model"].items():
-        torch.testing.assert_close(compiled["model"][name], value, rtol=1e-3, atol=1e-5, msg=name)
+        assert_close(
+            compiled["model"][name],
+            value,
+            rtol=1e-3,
+            atol=1e-5,
+            msg=name,
+        )
 
 
 def test_the_attention_kernel_is_a_run_s_choice(photos, tmp_path, monkeypatch, capsys):
@@ -543,7 +556,14 @@ def test_weights_are_no_run_to_resume(photos, tmp_path, capsys):
     assert "holds weights but no run to resume" in message
 
 
-@pytest.mark.parametrize("names", [["RANK"], ["RANK", "WORLD_SIZE", "LOCAL_RANK"], ["WORLD_SIZE"]])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["RANK"],
+        ["RANK", "WORLD_SIZE", "LOCAL_RANK"],
+        ["WORLD_SIZE"],
+    ],
+)
 def test_half_an_environment_is_named(photos, tmp_path, capsys, monkeypatch, names):
     for name in names:
         monkeypatch.setenv(name, "1")

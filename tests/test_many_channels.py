@@ -236,7 +236,13 @@ def other_encoder(rgb_encoder, tmp_path):
 
 
 @pytest.mark.parametrize("channels", [1, 5])
-@pytest.mark.parametrize(("factory", "part"), [(vit_micro_patch4, "encoder"), (mae_vit_micro_patch4, "blocks")])
+@pytest.mark.parametrize(
+    ("factory", "part"),
+    [
+        (vit_micro_patch4, "encoder"),
+        (mae_vit_micro_patch4, "blocks"),
+    ],
+)
 def test_rgb_weights_start_other_channels(rgb_encoder, channels, factory, part):
     theirs = contents(rgb_encoder)["model"]
     kernel = theirs["patch_embed.proj.weight"].double()

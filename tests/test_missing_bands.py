@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.testing import assert_close
 
 from downstream.probe import main_probe
 from downstream.probe.models import open_encoder
@@ -118,8 +119,8 @@ def test_a_classifier_sees_the_mean_at_invalid_pixels(satellite, classifier):
         filled[:, c][batch[:, c].isnan()] = loaded.settings["mean"][c] * 65535
     expected = normalizer(loaded.settings, PixelFormat(13, "uint16"))(filled)
     assert batch.isnan().float().mean() > 0.3
-    torch.testing.assert_close(normalize(batch), expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(loaded.model(normalize(batch)), loaded.model(expected), rtol=1e-4, atol=1e-4)
+    assert_close(normalize(batch), expected, rtol=0, atol=1e-5)
+    assert_close(loaded.model(normalize(batch)), loaded.model(expected), rtol=1e-4, atol=1e-4)
 
 
 def test_a_run_whose_encoder_knew_invalid_pixels_says_so(satellite, encoder, tmp_path):

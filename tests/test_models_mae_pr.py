@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
 import models_mae_pr
 from models_mae_pr import OFFICIAL_NAMES, MaskedAutoencoderViT
@@ -67,9 +68,9 @@ def assert_is_slow(model, ids, slow):
         losses.append(loss)
         assert mask[b].nonzero().flatten().tolist() == sorted(predictions)
         for token, value in predictions.items():
-            torch.testing.assert_close(pred[b, token], value.flatten(), rtol=1e-9, atol=1e-9)
+            assert_close(pred[b, token], value.flatten(), rtol=1e-9, atol=1e-9)
     expected = torch.stack(losses).mean()
-    torch.testing.assert_close(model(imgs, ids)["pixel"], expected, rtol=1e-10, atol=0)
+    assert_close(model(imgs, ids)["pixel"], expected, rtol=1e-10, atol=0)
 
 
 def assert_is_slow_mae(model, ids, encode=None):
@@ -97,7 +98,14 @@ def assert_is_slow_mae(model, ids, encode=None):
 
 
 @pytest.mark.parametrize("norm_pix_loss", [True, False])
-@pytest.mark.parametrize(("throw_ratio", "progressive"), [(0.0, True), (0.5, False), (0.5, True)])
+@pytest.mark.parametrize(
+    ("throw_ratio", "progressive"),
+    [
+        (0.0, True),
+        (0.5, False),
+        (0.5, True),
+    ],
+)
 @pytest.mark.parametrize("img_size", [32, (16, 40)])
 def test_loss_and_predictions_against_the_slow_derivation(throw_ratio, progressive, norm_pix_loss, img_size):
     torch.manual_seed(0)
@@ -122,7 +130,7 @@ def test_views_undo_the_target_normalisation():
     target = (patches - mean) / (variance + 1e-6) ** 0.5
     model.reconstruct = lambda imgs, ids: (target, None)
     (view,) = model.views(imgs, ids, lambda imgs: imgs)
-    torch.testing.assert_close(view.prediction, imgs, rtol=1e-5, atol=1e-5)
+    assert_close(view.prediction, imgs, rtol=1e-5, atol=1e-5)
     assert torch.equal(view.truth, imgs)
     assert view.errors.max() < 1e-9
 

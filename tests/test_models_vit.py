@@ -5,6 +5,7 @@ import timm
 import torch
 from timm.optim import param_groups_layer_decay
 from torch import nn
+from torch.testing import assert_close
 
 from models_vit import (
     DropPath,
@@ -36,7 +37,7 @@ def test_patch_embed_is_the_convolution(in_chans):
     embed = PatchEmbed(8, in_chans, 12).double()
     imgs = torch.randn(2, in_chans, 16, 24, dtype=torch.float64)
     expected = nn.functional.conv2d(imgs, embed.proj.weight, embed.proj.bias, stride=8).flatten(2).transpose(1, 2)
-    torch.testing.assert_close(embed(patchify(imgs, 8)), expected)
+    assert_close(embed(patchify(imgs, 8)), expected)
 
 
 @torch.no_grad()
@@ -48,8 +49,8 @@ def test_equals_timm_on_the_same_weights(global_pool):
     ours = VisionTransformer(**options).double().eval()
     ours.load_state_dict(theirs.state_dict())  # the same names, all of them
     imgs = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    torch.testing.assert_close(ours(imgs), theirs(imgs), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(ours.forward_features(imgs), theirs.forward_features(imgs), rtol=1e-9, atol=1e-9)
+    assert_close(ours(imgs), theirs(imgs), rtol=1e-9, atol=1e-9)
+    assert_close(ours.forward_features(imgs), theirs.forward_features(imgs), rtol=1e-9, atol=1e-9)
 
 
 @torch.no_grad()
@@ -70,7 +71,7 @@ def test_cls_attention_is_the_softmax_of_the_last_block(num_cls_tokens):
             span = slice(16 * head, 16 * head + 16)
             logits = k[:, span] @ q[0, span] / 4  # the root of 16 channels
             expected = logits.softmax(dim=0)[num_cls_tokens:]
-            torch.testing.assert_close(found[b, head].double(), expected, rtol=1e-5, atol=0)
+            assert_close(found[b, head].double(), expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_drop_path_compiled_drops_images_at_its_rate(rate):
     compiled = torch.compile(drop_path, fullgraph=True, dynamic=False, backend="aot_eager")(x)
     kept = compiled != 0
     assert torch.equal(kept, kept[:, :1, :1].expand_as(x))
-    torch.testing.assert_close(compiled[kept], torch.full_like(compiled[kept], 1 / (1 - rate)))
+    assert_close(compiled[kept], torch.full_like(compiled[kept], 1 / (1 - rate)))
     assert kept[:, 0, 0].float().mean().item() == pytest.approx(1 - rate, abs=0.03)  # 4 sigma
     compiled.sum().backward()
     assert torch.equal(x.grad, compiled)
@@ -230,4 +231,4 @@ def test_the_probe_s_head_is_mae_s():
     assert weight.std().item() == pytest.approx(0.01, rel=0.05)
     x = torch.randn(64, 48) / 1000  # so small that eps shows
     normalised = (x - x.mean(dim=0)) / (x.var(dim=0, unbiased=False) + 1e-6).sqrt()
-    torch.testing.assert_close(head(x), normalised @ weight.T)
+    assert_close(head(x), normalised @ weight.T)

@@ -74,7 +74,14 @@ def test_weights_and_losses_are_bit_equal_with_and_without(plain, watched):
 
 
 @pytest.mark.fault("F2", "stops at an epoch's end and one step from it", "exact")
-@pytest.mark.parametrize(("before", "after", "steps"), [((), KNN, [3, 6]), (KNN, (), [0, 3])], ids=["on", "off"])
+@pytest.mark.parametrize(
+    ("before", "after", "steps"),
+    [
+        ((), KNN, [3, 6]),
+        (KNN, (), [0, 3]),
+    ],
+    ids=["on", "off"],
+)
 def test_evaluations_may_begin_or_end_on_resume(plain, data, tmp_path, before, after, steps):
     pretrain(data, tmp_path, *before, "--max_steps", 3)
     assert_same_state(pretrain(data, tmp_path, *after, "--num_workers", 1), plain[1])
@@ -350,7 +357,14 @@ def _score_few_images(rank, folder, num_bank, num_queries):
     return len(bank.labels), results
 
 
-@pytest.mark.parametrize(("num_bank", "num_queries", "shares"), [(1, 4, (1, 0)), (3, 1, (2, 1)), (1, 1, (1, 0))])
+@pytest.mark.parametrize(
+    ("num_bank", "num_queries", "shares"),
+    [
+        (1, 4, (1, 0)),
+        (3, 1, (2, 1)),
+        (1, 1, (1, 0)),
+    ],
+)
 def test_a_process_without_images_takes_part(photos, num_bank, num_queries, shares):
     _, one = _score_few_images(0, photos, num_bank, num_queries)
     both = run_in_two_processes(_score_few_images, photos, num_bank, num_queries)

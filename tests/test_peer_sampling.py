@@ -45,7 +45,14 @@ def slow_running_cell(cells, num_retained):
 
 @pytest.mark.parametrize(
     ("side", "num_masked", "num_retained"),
-    [(14, 147, 49), (14, 147, 98), (7, 30, 15), (8, 48, 1), (7, 49, 49), (8, 64, 32)],
+    [
+        (14, 147, 49),
+        (14, 147, 98),
+        (7, 30, 15),
+        (8, 48, 1),
+        (7, 49, 49),
+        (8, 64, 32),
+    ],
 )
 def test_running_cell_fills_its_rings_in_turn(side, num_masked, num_retained):
     lists = shuffled_lists(side, num_masked, 60)
@@ -65,7 +72,14 @@ def test_the_pointer_is_uniform():
     assert ((counts - 1000) ** 2 / 1000).sum() < 21  # chi-squared, 3 degrees: P(> 21) is 1e-4
 
 
-@pytest.mark.parametrize(("name", "expected"), [("random", 1.25), ("running_cell", 1.53), ("furthest", 1.76)])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("random", 1.25),
+        ("running_cell", 1.53),
+        ("furthest", 1.76),
+    ],
+)
 def test_running_cell_lies_between_random_and_furthest(name, expected):
     """Mean distance of a retained token to the nearest other one at rho_e .75 and rho_d .5."""
     counts = TokenCounts.from_ratios(196, 0.75, 0.5)

@@ -75,7 +75,12 @@ def test_a_compiled_bf16_step_is_close_to_the_float32_one(name):
 
 
 @pytest.mark.parametrize(
-    ("precision_name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+    ("precision_name", "dtype"),
+    [
+        ("fp32", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("fp16", torch.float16),
+    ],
 )
 def test_a_step_multiplies_in_the_precision_that_was_asked_for(precision_name, dtype):
     """All linear layers of the model, and both directions."""

@@ -3,6 +3,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from prmim import (
     AGGREGATION,
@@ -21,7 +22,12 @@ from prmim import (
 
 @pytest.mark.parametrize(
     ("throw_ratio", "visible", "retained", "thrown"),
-    [(0, 49, 147, 0), (0.25, 49, 98, 49), (0.5, 49, 49, 98), (0.65, 49, 20, 127)],
+    [
+        (0, 49, 147, 0),
+        (0.25, 49, 98, 49),
+        (0.5, 49, 49, 98),
+        (0.65, 49, 20, 127),
+    ],
 )
 def test_counts_of_the_paper(throw_ratio, visible, retained, thrown):
     counts = TokenCounts.from_ratios(196, 0.75, throw_ratio)
@@ -36,7 +42,15 @@ def test_counts_are_cut_off_and_not_rounded():
 
 
 @pytest.mark.parametrize(
-    ("mask_ratio", "throw_ratio"), [(0.75, 0.75), (0.75, 0.8), (0.75, -0.1), (1.0, 0.5), (0.0, 0.0), (1.2, 0.5)]
+    ("mask_ratio", "throw_ratio"),
+    [
+        (0.75, 0.75),
+        (0.75, 0.8),
+        (0.75, -0.1),
+        (1.0, 0.5),
+        (0.0, 0.0),
+        (1.2, 0.5),
+    ],
 )
 def test_impossible_ratios_are_refused_by_name(mask_ratio, throw_ratio):
     with pytest.raises(ValueError, match=f"throw_ratio {throw_ratio} and mask_ratio {mask_ratio}"):
@@ -345,7 +359,7 @@ def test_dwconv_against_a_loop_over_cells(applies_to):
                         neighbour = kept_at.get((row + down, column + across))
                         if neighbour is not None:
                             expected += weight[:, 0, down + 1, across + 1] * neighbour
-            torch.testing.assert_close(out[b, rank], expected)
+            assert_close(out[b, rank], expected)
 
 
 @pytest.mark.parametrize("kind", AGGREGATION)
@@ -377,14 +391,21 @@ def test_average_pool_is_the_convolution_with_a_uniform_kernel():
     conv = SpatialAggregation(8, 5, "dwconv")
     torch.nn.init.constant_(conv.operator.weight, 1 / 25)
     torch.nn.init.zeros_(conv.operator.bias)
-    torch.testing.assert_close(SpatialAggregation(8, 5, "avgpool")(kept, order, (6, 6)), conv(kept, order, (6, 6)))
+    assert_close(SpatialAggregation(8, 5, "avgpool")(kept, order, (6, 6)), conv(kept, order, (6, 6)))
 
 
 class PartialConv(nn.Conv2d):
     """A convolution whose output is divided by the share of its window that is filled (Liu et al., ECCV 2018)."""
 
     def __init__(self, dim, kernel_size):
-        super().__init__(dim, dim, kernel_size, padding=kernel_size // 2, groups=dim, bias=False)
+        super().__init__(
+            dim,
+            dim,
+            kernel_size,
+            padding=kernel_size // 2,
+            groups=dim,
+            bias=False,
+        )
         self.window = (kernel_size, kernel_size)
 
     def forward(self, grid, filled):
@@ -408,7 +429,7 @@ def test_an_operator_is_told_which_cells_are_filled(monkeypatch):
             distance = (cells - torch.tensor(divmod(token, 6))).abs().amax(dim=1)
             is_near = distance <= 2
             assert is_near.any()
-            torch.testing.assert_close(out[b, 18 + rank], kept[b, is_near].mean(dim=0))
+            assert_close(out[b, 18 + rank], kept[b, is_near].mean(dim=0))
 
 
 @pytest.mark.parametrize(
@@ -424,7 +445,15 @@ def test_aggregation_refuses(arguments, message):
         SpatialAggregation(8, **arguments)
 
 
-@pytest.mark.parametrize(("width", "heads"), [(16, 1), (64, 2), (80, 5), (112, 7)])
+@pytest.mark.parametrize(
+    ("width", "heads"),
+    [
+        (16, 1),
+        (64, 2),
+        (80, 5),
+        (112, 7),
+    ],
+)
 def test_the_transformer_aggregation_fits_every_width_of_a_decoder(width, heads):
     aggregation = SpatialAggregation(width, kind="transformer")
     assert aggregation.operator.block.attn.num_heads == heads

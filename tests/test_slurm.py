@@ -301,7 +301,11 @@ def test_a_dependent_job_waits_until_the_first_run_is_finished(slurm, photos, tm
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("end", "code", "restarts"),
-    [("sys.exit(3)", 3, 0), ("sys.exit(75)", None, 3), ("os.kill(os.getpid(), signal.SIGUSR2)", None, 3)],
+    [
+        ("sys.exit(3)", 3, 0),
+        ("sys.exit(75)", None, 3),
+        ("os.kill(os.getpid(), signal.SIGUSR2)", None, 3),
+    ],
 )
 def test_one_process_decides_whether_another_start_makes_sense(slurm, tmp_path, end, code, restarts):
     """srun kills the other processes. After exit code 3 there is no restart. After 75, or the signal before the time

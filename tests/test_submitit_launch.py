@@ -228,7 +228,12 @@ def test_a_stopped_run_asks_for_one_requeue(run_task, cluster, rank, code, reque
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "note"), [("main_pretrain", 75, None), ("main_robustness", 75, None), ("main_probe", 2, "2\n")]
+    ("name", "code", "note"),
+    [
+        ("main_pretrain", 75, None),
+        ("main_robustness", 75, None),
+        ("main_probe", 2, "2\n"),
+    ],
 )
 def test_a_signal_before_training_ends_a_start_like_any_other(run_task, tmp_path, capsys, name, code, note):
     """Not by submitit's handler, which would requeue the job for ever. A program that cannot resume ends for good."""

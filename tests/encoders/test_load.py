@@ -145,7 +145,14 @@ def test_weights_of_a_student_are_found(tmp_path):
     assert read(tmp_path / "w.pth").raw == {"w": torch.ones(1)}
 
 
-@pytest.mark.parametrize("content", [{"model": 1}, {0: torch.ones(1)}, {"model": {"w": 1}}])
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"model": 1},
+        {0: torch.ones(1)},
+        {"model": {"w": 1}},
+    ],
+)
 def test_contents_without_named_weights_are_refused(tmp_path, content):
     torch.save(content, tmp_path / "w.pth")
     with pytest.raises(CheckpointError, match="w.pth' holds no weights by their names"):

@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from torch.testing import assert_close
 
 from encoders.load import load_encoder
 from encoders.models_swin import (
@@ -14,7 +15,14 @@ from encoders.models_swin import (
 from tests.test_models_mae_pr import perturbed
 from tests.test_models_vit import scale_and_decay
 
-SIZES = dict(img_size=64, patch_size=4, embed_dim=16, depths=(2, 2, 3), num_heads=(2, 4, 8), window_size=4)
+SIZES = dict(
+    img_size=64,
+    patch_size=4,
+    embed_dim=16,
+    depths=(2, 2, 3),
+    num_heads=(2, 4, 8),
+    window_size=4,
+)
 
 
 def timm_names(state_dict):
@@ -31,7 +39,13 @@ def timm_names(state_dict):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, dict(img_size=32), dict(img_size=(64, 96), window_size=2), dict(img_size=112, window_size=7)]
+    "changes",
+    [
+        {},
+        dict(img_size=32),
+        dict(img_size=(64, 96), window_size=2),
+        dict(img_size=112, window_size=7),
+    ],
 )
 def test_equals_timm_on_the_same_weights(changes):
     torch.manual_seed(0)
@@ -44,7 +58,7 @@ def test_equals_timm_on_the_same_weights(changes):
     assert not fit.unexpected_keys
     assert all("index" in key or "attn_mask" in key for key in fit.missing_keys)
     imgs = torch.randn(2, 3, *ours.img_size, dtype=torch.float64)
-    torch.testing.assert_close(ours(imgs), theirs(imgs), rtol=1e-8, atol=1e-8)
+    assert_close(ours(imgs), theirs(imgs), rtol=1e-8, atol=1e-8)
 
 
 def test_published_sizes():
@@ -93,7 +107,7 @@ def test_other_windows_and_images_take_over_the_weights(tmp_path):
     assert torch.equal(tuned.norm.weight, source.norm.weight)
     table = tuned.layers[0].blocks[0].attn.relative_position_bias_table.view(7, 7, 2)
     smaller = source.layers[0].blocks[0].attn.relative_position_bias_table.view(5, 5, 2)
-    torch.testing.assert_close(table[3, 3], smaller[2, 2])  # offset zero
+    assert_close(table[3, 3], smaller[2, 2])  # offset zero
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
 from encoders.rel_pos import (
     geometric_offsets,
@@ -56,7 +57,15 @@ def not_a_knot_spline(x, y, queries):
     return result
 
 
-@pytest.mark.parametrize(("src", "dst"), [(11, 13), (23, 27), (7, 13), (27, 31)])
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        (11, 13),
+        (23, 27),
+        (7, 13),
+        (27, 31),
+    ],
+)
 def test_interpolation_against_the_definition_of_the_spline(src, dst):
     x = geometric_offsets(src, dst)
     values = np.random.default_rng(0).normal(size=src)
@@ -81,7 +90,7 @@ def test_the_bias_at_offset_zero_and_the_extra_rows_are_unchanged():
     resized = resize_bias_table(table, (6, 6), (7, 7), num_extra=3)
     assert resized.shape == (13 * 13 + 3, 4)
     assert torch.equal(resized[-3:], table[-3:])
-    torch.testing.assert_close(resized[6 * 13 + 6], table[5 * 11 + 5])
+    assert_close(resized[6 * 13 + 6], table[5 * 11 + 5])
 
 
 def test_tables_are_resized_along_both_axes():
@@ -90,11 +99,11 @@ def test_tables_are_resized_along_both_axes():
     x = torch.randn(11, dtype=torch.float64)
     resized = resize_bias_table(torch.outer(y, x).view(-1, 1), (6, 6), (7, 7)).view(13, 13)
     matrix = torch.from_numpy(interpolation_matrix(11, 13))
-    torch.testing.assert_close(resized, torch.outer(matrix @ y, matrix @ x))
+    assert_close(resized, torch.outer(matrix @ y, matrix @ x))
 
 
 def test_small_tables():
-    torch.testing.assert_close(resize_bias_table(torch.ones(9, 2), (2, 2), (4, 4)), torch.ones(49, 2))
+    assert_close(resize_bias_table(torch.ones(9, 2), (2, 2), (4, 4)), torch.ones(49, 2))
 
 
 def test_tables_of_other_windows_are_refused():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import hubconf
 from downstream.probe.models import open_encoder
@@ -19,7 +20,13 @@ KINDS = {
     "encoder": ("ViTModel", "ViTConfig"),
     "classifier": ("ViTForImageClassification", "ViTConfig"),
 }
-SIZES = dict(hidden_size=48, num_hidden_layers=4, num_attention_heads=3, intermediate_size=192, patch_size=8)
+SIZES = dict(
+    hidden_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=3,
+    intermediate_size=192,
+    patch_size=8,
+)
 DECODER = dict(
     decoder_hidden_size=32, decoder_num_hidden_layers=2, decoder_num_attention_heads=4, decoder_intermediate_size=128
 )
@@ -77,9 +84,9 @@ def test_features(tmp_path, kind, config):
     ours = load_model(tmp_path).double()
     imgs = images(ours.in_chans, ours.img_size)
     expected = features_of(theirs, imgs)
-    torch.testing.assert_close(ours.forward_features(imgs), expected, **CLOSE)
+    assert_close(ours.forward_features(imgs), expected, **CLOSE)
     frozen = open_encoder(tmp_path).double()
-    torch.testing.assert_close(frozen(imgs)[frozen.depth].patches, expected[:, 1:], **CLOSE)
+    assert_close(frozen(imgs)[frozen.depth].patches, expected[:, 1:], **CLOSE)
 
 
 @torch.no_grad()
@@ -88,12 +95,16 @@ def test_a_classifier(tmp_path):
     theirs.save_pretrained(tmp_path)
     expected = theirs.double()(images()).logits
     for model in (hubconf.classifier(tmp_path), classifiers.load_classifier(tmp_path).model):
-        torch.testing.assert_close(model.double()(images()), expected, **CLOSE)
+        assert_close(model.double()(images()), expected, **CLOSE)
 
 
 @pytest.mark.parametrize(
     ("id2label", "is_loaded"),
-    [(None, False), ({0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}, False), ({0: "ant", 1: "bee", 2: "cat"}, True)],
+    [
+        (None, False),
+        ({0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}, False),
+        ({0: "ant", 1: "bee", 2: "cat"}, True),
+    ],
 )
 def test_a_head_whose_classes_have_no_names_is_not_loaded(tmp_path, id2label, is_loaded):
     """It may be for as many classes of any kind."""
@@ -128,7 +139,7 @@ def test_files(tmp_path, layout):
     else:
         assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     found = hubconf.encoder(path).double()(images())
-    torch.testing.assert_close(found, features_of(theirs, images()), **CLOSE)
+    assert_close(found, features_of(theirs, images()), **CLOSE)
 
 
 @torch.no_grad()
@@ -149,7 +160,7 @@ def test_a_model_that_keeps_its_epsilon_says_so(tmp_path, make_model, part):
     difference = (model.double().forward_features(images()) - expected).abs().max()
     assert 1e-8 < difference < 1e-2
     set_norm_eps(model, read(tmp_path))
-    torch.testing.assert_close(model.forward_features(images()), expected, **CLOSE)
+    assert_close(model.forward_features(images()), expected, **CLOSE)
 
 
 DOORS = {
@@ -204,5 +215,5 @@ def test_pre_training_goes_on(tmp_path, way):
     output = theirs.double()(images(), noise=ids_shuffle.argsort(dim=1).double())
     pred, mask = model.reconstruct(images(), ids_shuffle)
     assert torch.equal(output.mask.bool(), mask)
-    torch.testing.assert_close(model(images(), ids_shuffle)["pixel"], output.loss, **CLOSE)
-    torch.testing.assert_close(pred[mask], output.logits[mask], **CLOSE)
+    assert_close(model(images(), ids_shuffle)["pixel"], output.loss, **CLOSE)
+    assert_close(pred[mask], output.logits[mask], **CLOSE)

@@ -383,7 +383,16 @@ def exit_code_as_nobody(*command):
 @pytest.mark.fault(
     "F61", "a lock, a log or a checkpoint in the output folder belongs to another user", "exit code 2 with the owner"
 )
-@pytest.mark.parametrize("name", [".lock", "log.txt", "log.jsonl", "checkpoint-3.json", "checkpoint-3.pth"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".lock",
+        "log.txt",
+        "log.jsonl",
+        "checkpoint-3.json",
+        "checkpoint-3.pth",
+    ],
+)
 def test_a_file_of_another_user(folder_of_nobody, tmp_path, capfd, name):
     output_dir = folder_of_nobody / "out"
     output_dir.mkdir()

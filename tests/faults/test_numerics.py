@@ -91,7 +91,10 @@ def test_ruined_weights_give_no_result(labelled, spoilt, tmp_path, capsys, weigh
 
 @pytest.mark.parametrize(
     ("weights", "said"),
-    [("nan", "blocks.0.attn.qkv.weight"), ("large", "No checkpoint of this run has a finite loss")],
+    [
+        ("nan", "blocks.0.attn.qkv.weight"),
+        ("large", "No checkpoint of this run has a finite loss"),
+    ],
 )
 def test_no_run_begins_with_ruined_weights(labelled, spoilt, tmp_path, capsys, weights, said):
     path = spoilt / f"{weights}.pth"

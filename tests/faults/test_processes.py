@@ -104,7 +104,13 @@ def test_a_killed_process_of_two_nodes(photos, tmp_path, undisturbed, monkeypatc
 @pytest.mark.fault("F51", "a start whose other processes never come", "said after 10 s, with the address")
 def test_a_process_that_waits_for_the_others(photos, tmp_path):
     port = str(reserve_port())
-    environment = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    environment = dict(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
+    )
     process = Python(*command(photos, tmp_path, processes=1), env=environment)
     waiting = f"process 0 is waiting for all 2 processes at 127.0.0.1:{port}; for a single process"
     wait_until(lambda: waiting in process.text() or process.poll() is not None)

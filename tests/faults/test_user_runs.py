@@ -410,7 +410,13 @@ def test_a_console_that_is_gone_costs_nothing(photos, tmp_path, stdout):
         reader, writer = os.pipe() if stdout == "a dead pipe" else os.openpty()
         os.close(reader)
     with open(tmp_path / "errors", "w") as errors:
-        done = subprocess.run([sys.executable, program], stdout=writer, stderr=errors, cwd=tmp_path, timeout=240)
+        done = subprocess.run(
+            [sys.executable, program],
+            stdout=writer,
+            stderr=errors,
+            cwd=tmp_path,
+            timeout=240,
+        )
     os.close(writer)
     assert done.returncode == 75, (tmp_path / "errors").read_text()
     assert newest_checkpoint(tmp_path / "out")[0].name == "checkpoint-3.pth"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 import main_pretrain
 from frameworks import attention_phases
@@ -66,7 +67,7 @@ def test_each_head_is_scaled_and_then_averaged():
             spread = head.max() - head.min()
             if spread > 0:
                 expected[b] += (head - head.min()) / spread / 2
-    torch.testing.assert_close(mean_over_heads(attention), expected)
+    assert_close(mean_over_heads(attention), expected)
 
 
 class Constant(nn.Module):
@@ -81,7 +82,13 @@ class Constant(nn.Module):
 
 def a_loop():
     device = torch.device("cpu")
-    options = dict(log=SilentLog(), stop=StopSignal(device), images_per_step=4, steps_per_epoch=3, last_step=9)
+    options = dict(
+        log=SilentLog(),
+        stop=StopSignal(device),
+        images_per_step=4,
+        steps_per_epoch=3,
+        last_step=9,
+    )
     return TrainLoop([], None, precision("fp32", device), Normalize(), None, **options)
 
 
@@ -137,7 +144,7 @@ def test_maps_are_those_of_the_whole_images_one_by_one(uneven, num_workers):
         with torch.no_grad():
             attention = model.cls_attention(normalize(Squash(32)(pixels)[None]))
         expected = mean_over_heads(attention)[0].view(8, 8)
-        torch.testing.assert_close(torch.from_numpy(maps[i]).float(), expected, atol=1e-3, rtol=0)
+        assert_close(torch.from_numpy(maps[i]).float(), expected, atol=1e-3, rtol=0)
     assert np.array_equal(maps[2], maps[3])  # image 2 is broken, and image 3 takes its place
 
 

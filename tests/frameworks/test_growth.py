@@ -147,7 +147,17 @@ def test_a_run_that_has_more_than_its_schedule_behind_it_is_finished(photos, tmp
     assert pretrain(photos, tmp_path, *shorter, "--allow_changes")["meta"]["step"] == 9
 
 
-@pytest.mark.parametrize(("step", "side"), [(0, 16), (3, 16), (4, 24), (6, 24), (7, 32), (9, 32)])
+@pytest.mark.parametrize(
+    ("step", "side"),
+    [
+        (0, 16),
+        (3, 16),
+        (4, 24),
+        (6, 24),
+        (7, 32),
+        (9, 32),
+    ],
+)
 def test_an_evaluation_that_is_still_due_sees_the_size_of_the_step_before_it(step, side):
     """A start begins with what an earlier one has not done after its last step."""
     args = Namespace(grow_size=["16:0.34", "24:0.67", "32"], epochs=3)

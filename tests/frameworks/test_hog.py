@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from frameworks.hog import hog, orientation_colors
 
@@ -112,9 +113,9 @@ def test_colours_are_normalised_by_themselves_and_flat_ones_are_zero():
     (histograms,) = hog(imgs, (8,))
     norms = histograms.unflatten(1, (3, 9)).norm(dim=2)
     ones = torch.ones_like(norms[:, 0])
-    torch.testing.assert_close(norms[:, 0], ones)
+    assert_close(norms[:, 0], ones)
     assert not norms[:, 1].any()
-    torch.testing.assert_close(norms[:, 2], ones)
+    assert_close(norms[:, 2], ones)
 
 
 def test_results_are_float32_or_wider_without_gradient():
@@ -124,7 +125,7 @@ def test_results_are_float32_or_wider_without_gradient():
     assert not exact.requires_grad
     with torch.autocast("cpu", dtype=torch.bfloat16):
         (single,) = hog(imgs.float(), (4,))
-    torch.testing.assert_close(single, exact.float(), rtol=1e-4, atol=1e-4)
+    assert_close(single, exact.float(), rtol=1e-4, atol=1e-4)
     halved = imgs.bfloat16()
     (of_halved,) = hog(halved, (4,))
     (expected,) = hog(halved.float(), (4,))

@@ -55,7 +55,14 @@ def test_counts_of_units(num_units, mask_ratio, throw_ratio, units):
     assert count_amt_units(4 * num_units, mask_ratio, throw_ratio, 2) == expected
 
 
-@pytest.mark.parametrize(("mask_ratio", "throw_ratio"), [(0.4, 0.4), (0.95, 0.3), (0.7, -0.1)])
+@pytest.mark.parametrize(
+    ("mask_ratio", "throw_ratio"),
+    [
+        (0.4, 0.4),
+        (0.95, 0.3),
+        (0.7, -0.1),
+    ],
+)
 def test_impossible_ratios_of_units_are_refused(mask_ratio, throw_ratio):
     with pytest.raises(ValueError, match=f"got throw_ratio {throw_ratio} and mask_ratio {mask_ratio}"):
         AMTSimMIMViT(**SIMMIM, mask_ratio=mask_ratio, throw_ratio=throw_ratio)
@@ -141,7 +148,13 @@ def test_without_weights_all_sets_are_random():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("has_maps", "counts"), [(True, TokenCounts(3, 7, 6)), (False, TokenCounts(4, 12, 0))])
+@pytest.mark.parametrize(
+    ("has_maps", "counts"),
+    [
+        (True, TokenCounts(3, 7, 6)),
+        (False, TokenCounts(4, 12, 0)),
+    ],
+)
 def test_loss_and_predictions_against_the_slow_derivation(has_maps, counts):
     torch.manual_seed(0)
     model = perturbed(AMTViT(**SIZES, progressive=False, norm_pix_loss=True))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from encoders.load import load_encoder
 from frameworks import models_crossmae_pr, registry
@@ -138,25 +139,39 @@ def test_predictions_loss_and_gradients_against_the_slow_derivation(arm):
         slow = slow_predictions(w, levels, retained, thrown, a or None, arm.get("visible_source"))
         assert mask[b].nonzero().flatten().tolist() == sorted(slow)
         for t, value in slow.items():
-            torch.testing.assert_close(pred[b, t], value.detach(), rtol=1e-9, atol=1e-9)
+            assert_close(pred[b, t], value.detach(), rtol=1e-9, atol=1e-9)
             target = slow_mae.target_of(slow_mae.pixels_of(imgs[b], t, 4), norm_pix=True)
             errors.append(((value - target) ** 2).mean())
         assert not pred[b, ~mask[b]].any()
     expected = sum(errors) / len(errors)
     loss = model(imgs, ids)["pixel"]
-    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+    assert_close(loss, expected, rtol=1e-10, atol=0)
     loss.backward()
     expected.backward()
     for name, parameter in model.named_parameters():
         assert (parameter.grad is None) == (not parameter.requires_grad), name
         if parameter.requires_grad:
-            torch.testing.assert_close(parameter.grad, copies[name].grad, rtol=1e-7, atol=1e-11, msg=name)
+            assert_close(
+                parameter.grad,
+                copies[name].grad,
+                rtol=1e-7,
+                atol=1e-11,
+                msg=name,
+            )
 
 
 # --------------------------------------------------------------------------------------------------- what is special
 
 
-@pytest.mark.parametrize(("levels", "use_input"), [(None, True), (None, False), ((0, 2), True), ((2,), False)])
+@pytest.mark.parametrize(
+    ("levels", "use_input"),
+    [
+        (None, True),
+        (None, False),
+        ((0, 2), True),
+        ((2,), False),
+    ],
+)
 def test_levels_are_the_input_and_then_the_blocks_in_order(levels, use_input):
     model = build(levels=levels, use_input=use_input)
     imgs, ids = a_batch(model)
@@ -267,7 +282,7 @@ def test_a_file_of_the_release_loads_and_predicts_as_the_slow_derivation(throw_r
     visible, retained, thrown = segments(ids[0], model.counts)
     slow = slow_predictions(w, slow_levels(w, imgs[0], visible), retained, thrown)
     for t, value in slow.items():
-        torch.testing.assert_close(pred[0, t], value, rtol=1e-9, atol=1e-9)
+        assert_close(pred[0, t], value, rtol=1e-9, atol=1e-9)
 
 
 @torch.no_grad()
@@ -286,11 +301,11 @@ def test_a_classifier_on_the_class_token_starts_its_norm_at_the_identity(tmp_pat
     imgs = torch.randn(2, 3, 16, 16)
     features = source.forward_features(imgs)
     expected = torch.nn.functional.layer_norm(features, (24,), eps=1e-6)
-    torch.testing.assert_close(model.forward_features(imgs), expected)
+    assert_close(model.forward_features(imgs), expected)
 
     pooled = VisionTransformer(num_classes=3, global_pool="avg", **ENCODER)
     assert "final norm" not in str(load_encoder(pooled, tmp_path / "w.pth"))
-    torch.testing.assert_close(pooled.forward_features(imgs), features)
+    assert_close(pooled.forward_features(imgs), features)
 
 
 # -------------------------------------------------------------------------------------------------------- what it costs

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from encoders.load import load_encoder
 from encoders.models_swin import SwinEncoder, SwinTransformer, WindowAttention
@@ -19,7 +20,14 @@ from tests.test_models_mae_pr import assert_same_weights, perturbed, segments
 from util.run.checkpoint import save_checkpoint
 
 # 4 x 4 units of 16 px. In the first stage a unit has 4 x 4 tokens, and windows of 2 x 2 must be grouped.
-SIZES = dict(img_size=64, patch_size=4, embed_dim=16, depths=(2, 2, 2), num_heads=(2, 2, 4), window_size=2)
+SIZES = dict(
+    img_size=64,
+    patch_size=4,
+    embed_dim=16,
+    depths=(2, 2, 2),
+    num_heads=(2, 2, 4),
+    window_size=2,
+)
 DECODER = dict(decoder_embed_dim=16, decoder_num_heads=2, kernel_size=3)
 
 
@@ -68,7 +76,16 @@ def dense_attention(attention, x, coords, window, shift):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("window", "shift"), [(4, 0), (4, 2), (5, 0), (5, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("window", "shift"),
+    [
+        (4, 0),
+        (4, 2),
+        (5, 0),
+        (5, 2),
+        (3, 1),
+    ],
+)
 @pytest.mark.parametrize("mode", ["grouped", "padded", "masked"])
 def test_attention_among_visible_tokens_is_dense_attention_without_the_other_keys(window, shift, mode):
     """Of the 20 x 20 tokens, windows of 3 divide neither grid nor units, windows of 5 do not divide the units."""
@@ -85,12 +102,18 @@ def test_attention_among_visible_tokens_is_dense_attention_without_the_other_key
     tokens = torch.randn(2, len(coords), 8, dtype=torch.float64)
     found = attention.among_visible(tokens, WindowGroups(coords, window, shift, grouping))
     expected = dense_attention(attention, tokens, coords, window, shift)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("planned", [True, False])
 @pytest.mark.parametrize(
-    "sizes", [{}, dict(img_size=(64, 96)), dict(window_size=4), dict(embed_dim=8, depths=(1, 2, 1))]
+    "sizes",
+    [
+        {},
+        dict(img_size=(64, 96)),
+        dict(window_size=4),
+        dict(embed_dim=8, depths=(1, 2, 1)),
+    ],
 )
 def test_with_every_unit_visible_the_encoder_is_the_dense_one(planned, sizes):
     torch.manual_seed(0)
@@ -107,7 +130,7 @@ def test_with_every_unit_visible_the_encoder_is_the_dense_one(planned, sizes):
     tokens = encoder.patch_embed(encoder.patchify(imgs))
     tokens = tokens.view(2, rows, side, columns, side, -1).transpose(2, 3).flatten(1, 2)  # [B, V, side, side, D]
     features = encoder.encode_visible(tokens, units, groupings)
-    torch.testing.assert_close(features, encoder.forward_features(imgs), rtol=1e-9, atol=1e-9)
+    assert_close(features, encoder.forward_features(imgs), rtol=1e-9, atol=1e-9)
 
 
 def test_plans_of_any_mask_have_one_shape_and_change_nothing():
@@ -117,7 +140,7 @@ def test_plans_of_any_mask_have_one_shape_and_change_nothing():
         imgs, ids, groupings = a_batch(model, seed=seed)
         assert len(groupings) == 4  # two stages, shifted or not; the third has few tokens
         shapes.add(tuple(grouping.shape for grouping in groupings))
-        torch.testing.assert_close(loss_of(model, imgs, ids, groupings), loss_of(model, imgs, ids), rtol=1e-10, atol=0)
+        assert_close(loss_of(model, imgs, ids, groupings), loss_of(model, imgs, ids), rtol=1e-10, atol=0)
     assert len(shapes) == 1
 
 
@@ -128,7 +151,7 @@ def test_a_mask_that_needs_more_groups_than_planned_gets_the_larger_shape():
     for seed in range(8):
         imgs, ids, groupings = a_batch(model, seed=seed)
         assert [len(grouping) for grouping in groupings] == list(model.grouper.ceilings)
-        torch.testing.assert_close(loss_of(model, imgs, ids, groupings), loss_of(model, imgs, ids), rtol=1e-10, atol=0)
+        assert_close(loss_of(model, imgs, ids, groupings), loss_of(model, imgs, ids), rtol=1e-10, atol=0)
 
 
 def test_no_mask_exceeds_the_ceiling():
@@ -144,7 +167,7 @@ def test_gradients_are_those_without_groups():
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     found = torch.autograd.grad(loss_of(model, imgs, ids, groupings), trained)
     expected = torch.autograd.grad(loss_of(model, imgs, ids), trained)
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+    assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 
 def test_plans_that_are_not_of_this_mask_are_refused():
@@ -260,7 +283,14 @@ def slow_loss(model, img, visible, retained, thrown, places):
 
 @torch.no_grad()
 @pytest.mark.parametrize("decoder_order", ["true", "reference"])
-@pytest.mark.parametrize(("throw_ratio", "progressive"), [(0.0, True), (0.5, False), (0.5, True)])
+@pytest.mark.parametrize(
+    ("throw_ratio", "progressive"),
+    [
+        (0.0, True),
+        (0.5, False),
+        (0.5, True),
+    ],
+)
 def test_loss_and_predictions_against_the_slow_derivation(throw_ratio, progressive, decoder_order):
     model = build(throw_ratio=throw_ratio, progressive=progressive, decoder_order=decoder_order, norm_pix_loss=True)
     imgs, ids, groupings = a_batch(model, size=2)
@@ -274,9 +304,9 @@ def test_loss_and_predictions_against_the_slow_derivation(throw_ratio, progressi
         losses.append(loss)
         assert sorted(predictions) == mask[b].nonzero().flatten().tolist()
         for unit, value in predictions.items():
-            torch.testing.assert_close(pred[b, unit], value, rtol=1e-8, atol=1e-8)
+            assert_close(pred[b, unit], value, rtol=1e-8, atol=1e-8)
     expected = torch.stack(losses).mean()
-    torch.testing.assert_close(loss_of(model, imgs, ids, groupings), expected, rtol=1e-9, atol=0)
+    assert_close(loss_of(model, imgs, ids, groupings), expected, rtol=1e-9, atol=0)
 
 
 def test_only_the_reference_order_scrambles_the_visible_units():
@@ -399,7 +429,7 @@ def test_the_order_of_patch_merging_in_the_first_release(tmp_path):
     old_merging = source.layers[0].downsample
     x = torch.randn(2, 4, 4, 16)
     in_old_order = torch.cat([x[:, ::2, ::2], x[:, ::2, 1::2], x[:, 1::2, ::2], x[:, 1::2, 1::2]], dim=-1)
-    torch.testing.assert_close(merging(x), old_merging.reduction(old_merging.norm(in_old_order)))
+    assert_close(merging(x), old_merging.reduction(old_merging.norm(in_old_order)))
     assert torch.equal(model.norm.weight, source.norm.weight)
 
     torch.save({"model": release(source)}, tmp_path / "release.pth")

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from encoders.load import load_encoder
 from frameworks.models_localmim_pr import SCALES, LocalMIMViT, localmim_vit_base_patch16, localmim_vit_large_patch16
@@ -154,7 +155,7 @@ def test_losses_and_predictions_against_the_slow_derivation(options):
     for (b, level, row, column), value in predictions.items():
         cells_per_side = 32 // CELLS[level]
         found = preds[level][b, row * cells_per_side + column]
-        torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-9)
+        assert_close(found, value, rtol=1e-9, atol=1e-9)
 
 
 def test_views_have_the_errors_of_each_token():
@@ -166,7 +167,7 @@ def test_views_have_the_errors_of_each_token():
     assert [view.title for view in views] == [f"predicted, {cell} px" for cell in CELLS]
     assert [view.truth_title for view in views] == [f"HOG, {cell} px" for cell in CELLS]
     targets = model.target(imgs)[2].flatten(2).transpose(1, 2)  # of 8 px: a token is a cell
-    torch.testing.assert_close(views[2].errors, (preds[2] - targets).square().mean(dim=-1))
+    assert_close(views[2].errors, (preds[2] - targets).square().mean(dim=-1))
 
 
 def test_heads_are_the_release_s_convolutions_on_the_grid():
@@ -185,7 +186,7 @@ def test_heads_are_the_release_s_convolutions_on_the_grid():
                 y = module(y.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         cells = max(1, int(SCALES[level]))
         ours = decoder.pred(x).reshape(2, 4, 4, cells, cells, 27).permute(0, 5, 1, 3, 2, 4).reshape(y.shape)
-        torch.testing.assert_close(ours, y, rtol=1e-10, atol=1e-10)
+        assert_close(ours, y, rtol=1e-10, atol=1e-10)
 
 
 def test_the_release_s_parameters():
@@ -267,7 +268,7 @@ def test_the_bias_of_the_gradient_filters():
     assert source.hog_bias.abs().max() <= 1 / 3
     assert source.hog_bias.unique().numel() == 8
     source.load_official(released(source, bias=True))
-    torch.testing.assert_close(source.hog_bias, torch.tensor([[k / 10, -k / 10] for k in range(4)]))
+    assert_close(source.hog_bias, torch.tensor([[k / 10, -k / 10] for k in range(4)]))
     source.load_official(released(source))
     assert not source.hog_bias.any()
     with pytest.raises(ValueError, match="build the model with hog_bias=True"):
@@ -282,7 +283,7 @@ def test_the_release_s_file_is_fine_tuned_and_probed(tmp_path):
     probe = VisionTransformer(num_classes=3, global_pool="token", **ENCODER)
     report = load_encoder(probe, tmp_path / "release.pth")
     assert report.missing == ["head.weight", "head.bias"]
-    torch.testing.assert_close(probe.forward_features(imgs), source.forward_features(imgs))
+    assert_close(probe.forward_features(imgs), source.forward_features(imgs))
     tuned = VisionTransformer(num_classes=3, **ENCODER)
     report = load_encoder(tuned, tmp_path / "release.pth")
     assert report.missing == ["fc_norm.weight", "fc_norm.bias", "head.weight", "head.bias"]

@@ -30,7 +30,14 @@ def slow_fusion(tokens, w, name, heads):
     return mixture
 
 
-@pytest.mark.parametrize(("throw_ratio", "progressive"), [(0.0, True), (0.5, False), (0.5, True)])
+@pytest.mark.parametrize(
+    ("throw_ratio", "progressive"),
+    [
+        (0.0, True),
+        (0.5, False),
+        (0.5, True),
+    ],
+)
 def test_loss_and_predictions_against_the_slow_derivation(throw_ratio, progressive):
     torch.manual_seed(0)
     model = MFFMaskedAutoencoderViT(

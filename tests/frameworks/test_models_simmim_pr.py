@@ -8,6 +8,7 @@ import timm
 import torch
 from timm.optim import param_groups_layer_decay
 from torch import nn
+from torch.testing import assert_close
 
 from encoders.load import load_encoder
 from encoders.models_relative_vit import (
@@ -195,13 +196,26 @@ def test_fine_tune_model_equals_timm_s_beit():
         return nn.LayerNorm(dim, eps=1e-6, **kwargs)
 
     torch.manual_seed(0)
-    options = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=7)
-    beit = dict(use_abs_pos_emb=False, use_rel_pos_bias=True, init_values=0.1, global_pool="avg", norm_layer=norm)
+    options = dict(
+        img_size=32,
+        patch_size=8,
+        embed_dim=48,
+        depth=2,
+        num_heads=3,
+        num_classes=7,
+    )
+    beit = dict(
+        use_abs_pos_emb=False,
+        use_rel_pos_bias=True,
+        init_values=0.1,
+        global_pool="avg",
+        norm_layer=norm,
+    )
     theirs = perturbed(timm.models.Beit(**options, **beit)).eval()
     ours = RelativeVisionTransformer(**options).double().eval()
     ours.load_state_dict(theirs.state_dict())  # the same names, all of them
     imgs = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    torch.testing.assert_close(ours(imgs), theirs(imgs), rtol=1e-9, atol=1e-9)
+    assert_close(ours(imgs), theirs(imgs), rtol=1e-9, atol=1e-9)
 
 
 # ------------------------------------------------------------------------------------------------ names of the release
@@ -252,7 +266,14 @@ def test_encoder_moves_to_fine_tuning_with_a_table_in_each_block(tmp_path, relea
     assert larger.blocks[0].attn.relative_position_bias_table.shape == (23 * 23 + 3, 3)
 
 
-@pytest.mark.parametrize(("img_size", "num_resized"), [(32, 2), ((32, 16), 2), ((16, 32), 0)])
+@pytest.mark.parametrize(
+    ("img_size", "num_resized"),
+    [
+        (32, 2),
+        ((32, 16), 2),
+        ((16, 32), 0),
+    ],
+)
 def test_tables_of_rectangles_are_resized_by_the_settings(tmp_path, img_size, num_resized):
     """(32, 16) needs as many rows as (16, 32), but other offsets."""
     source = SimMIMViT(**SIZES | dict(img_size=(16, 32)))
@@ -287,7 +308,14 @@ def test_layer_ids_and_decay():
 
 # --------------------------------------------------------------------------------------------------------------- Swin
 
-SWIN = dict(img_size=32, patch_size=4, embed_dim=16, depths=(1, 2), num_heads=(1, 2), window_size=4)
+SWIN = dict(
+    img_size=32,
+    patch_size=4,
+    embed_dim=16,
+    depths=(1, 2),
+    num_heads=(1, 2),
+    window_size=4,
+)
 
 
 @torch.no_grad()
@@ -309,10 +337,10 @@ def test_swin_against_a_plain_run_with_mask_tokens():
     images = nn.functional.pixel_shuffle(images, 8)
     pixels = mask.view(3, 1, 8, 8).repeat_interleave(4, 2).repeat_interleave(4, 3)
     loss = ((imgs - images).abs() * pixels).sum() / pixels.sum() / 3
-    torch.testing.assert_close(model(imgs, ids)["pixel"], loss, rtol=1e-9, atol=0)
+    assert_close(model(imgs, ids)["pixel"], loss, rtol=1e-9, atol=0)
     assert torch.equal(model.reconstruct(imgs, ids)[1], mask)
     (view,) = model.views(imgs, ids, lambda imgs: imgs)
-    torch.testing.assert_close(view.prediction * pixels, images * pixels, rtol=1e-9, atol=1e-9)
+    assert_close(view.prediction * pixels, images * pixels, rtol=1e-9, atol=1e-9)
 
 
 def test_load_official_of_swin():

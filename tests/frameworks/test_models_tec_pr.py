@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import models_vit
 from frameworks.models_tec_pr import TECViT, tec_vit_base_patch16, tec_vit_large_patch16, tec_vit_micro_patch4
@@ -146,10 +147,10 @@ def test_losses_and_predictions_against_the_slow_derivation(throw_ratio, progres
         assert set(mask[b].nonzero().flatten().tolist()) <= predictions.keys()
         del predictions["cls"]
         for token, value in predictions.items():
-            torch.testing.assert_close(pred[b, token], value, rtol=1e-9, atol=1e-9)
+            assert_close(pred[b, token], value, rtol=1e-9, atol=1e-9)
     assert list(losses) == ["feature", "attention"]
-    torch.testing.assert_close(losses["feature"], sums["feature"], rtol=1e-9, atol=0)
-    torch.testing.assert_close(losses["attention"], sums["attention"], rtol=1e-9, atol=0)
+    assert_close(losses["feature"], sums["feature"], rtol=1e-9, atol=0)
+    assert_close(losses["attention"], sums["attention"], rtol=1e-9, atol=0)
     assert losses["attention"] > sums["entropy"]
 
 
@@ -173,7 +174,12 @@ def test_the_teacher_is_frozen_deterministic_and_in_no_checkpoint():
 
 @pytest.mark.parametrize(
     "name",
-    ["cls_token_mlp.fc1", "encoder_adaptor.fuse_fcs.1", "encoder_adaptor.adap_mlps.0.fc2", "decoder_att.pred"],
+    [
+        "cls_token_mlp.fc1",
+        "encoder_adaptor.fuse_fcs.1",
+        "encoder_adaptor.adap_mlps.0.fc2",
+        "decoder_att.pred",
+    ],
 )
 def test_linear_layers_are_xavier_uniform_at_first(name):
     torch.manual_seed(0)

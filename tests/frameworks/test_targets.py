@@ -47,7 +47,15 @@ def slow_laplacian(img):
 @pytest.mark.parametrize(("progressive", "num_predicted"), [(True, 12), (False, 4)])
 def test_the_loss_compares_with_the_target_of_the_subclass(norm_pix_loss, progressive, num_predicted):
     torch.manual_seed(0)
-    sizes = dict(img_size=16, patch_size=4, embed_dim=32, depth=1, num_heads=2, decoder_embed_dim=32, decoder_depth=1)
+    sizes = dict(
+        img_size=16,
+        patch_size=4,
+        embed_dim=32,
+        depth=1,
+        num_heads=2,
+        decoder_embed_dim=32,
+        decoder_depth=1,
+    )
     options = dict(throw_ratio=0.5, progressive=progressive, norm_pix_loss=norm_pix_loss)
     model = LaplacianMAE(**sizes, **options).double()
     imgs, ids_shuffle = a_batch(model)

@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from torch.testing import assert_close
 
 from encoders.models_relative_vit import relative_vit_micro_patch4
 from frameworks import teacher as models_teacher
@@ -24,7 +25,13 @@ def timm_vit(**options):
 
 def features_of(theirs, imgs):
     """Returns the mean of the outputs of the last two blocks of timm's model."""
-    last, before = theirs.forward_intermediates(imgs, indices=2, norm=False, intermediates_only=True, output_fmt="NLC")
+    last, before = theirs.forward_intermediates(
+        imgs,
+        indices=2,
+        norm=False,
+        intermediates_only=True,
+        output_fmt="NLC",
+    )
     return (last + before) / 2
 
 
@@ -55,7 +62,7 @@ def test_features_equal_those_of_timm(tmp_path, form):
     assert teacher.source == str(path)
     assert ("of iBOT or DINO" in teacher.origin) == (form == "training checkpoint")
     imgs = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(teacher.features(imgs), features_of(theirs, imgs), rtol=1e-4, atol=1e-4)
+    assert_close(teacher.features(imgs), features_of(theirs, imgs), rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -65,7 +72,7 @@ def test_patches_follow_all_class_tokens(tmp_path):
     torch.save(theirs.state_dict(), tmp_path / "teacher.pth")
     teacher = open_teacher(str(tmp_path / "teacher.pth"), (32, 32), 4)
     imgs = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(teacher.features(imgs), features_of(theirs, imgs), rtol=1e-4, atol=1e-4)
+    assert_close(teacher.features(imgs), features_of(theirs, imgs), rtol=1e-4, atol=1e-4)
     student = mae_vit_micro_patch4(throw_ratio=0.5)
     features, rows, _ = teacher(imgs, TokenOrder(orders(student, 2), student.counts), 64, topk=5)
     assert features.shape == (2, 64, 96)
@@ -116,7 +123,7 @@ def test_a_timm_name_and_pixels_of_another_normalisation(timm_gives):
     pixels = torch.rand(2, 3, 32, 32)
     expected = features_of(theirs, normalised(pixels, **statistics))
     features = teacher.features(normalised(pixels, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
-    torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-4)
+    assert_close(features, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_timm_model_that_computes_other_features_is_refused(timm_gives):
@@ -186,7 +193,7 @@ def test_a_teacher_follows_the_normalisation_of_its_student(tmp_path, channels):
     for statistics in (first, own, second, second):
         student.use_statistics(*statistics)
         found = student.teacher.features(normalised(pixels, *statistics))
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_a_teacher_of_other_channels_is_refused(tmp_path):

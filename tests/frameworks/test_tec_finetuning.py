@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from encoders.load import load_encoder
 from frameworks.models_tec_pr import tec_vit_micro_patch4
@@ -64,7 +65,7 @@ def test_unfolded_and_folded_start_from_the_same_function(tmp_path):
         assert set(report.missing) == {"head.weight", "head.bias", "fc_norm.weight", "fc_norm.bias"}
         assert ("cls_token_mlp.fc1.weight" in report.loaded) == unfolded
         features.append(model.forward_features(imgs))
-    torch.testing.assert_close(features[0], features[1], rtol=1e-10, atol=1e-10)
+    assert_close(features[0], features[1], rtol=1e-10, atol=1e-10)
 
 
 def published(source, path):
@@ -81,7 +82,7 @@ def published(source, path):
 def assert_same_features(model, source):
     imgs = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     expected = source.forward_features(imgs)
-    torch.testing.assert_close(model.forward_features(imgs), expected, rtol=1e-10, atol=1e-10)
+    assert_close(model.forward_features(imgs), expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("pool", ["avg", "token"])
@@ -110,7 +111,7 @@ def test_a_refused_file_leaves_the_model_unchanged(tmp_path):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(FloatingPointError, match=r"tec\.pth' \(taken for TEC's publication\) are not finite"):
         load_encoder(model, tmp_path / "tec.pth")
-    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
 
 def test_official_loading_of_published_weights_says_what_is_folded_and_what_is_untrained(tmp_path):

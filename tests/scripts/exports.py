@@ -41,7 +41,12 @@ def shake(model):
 
 def settings_of(model, name, **more):
     """Settings of a run with this model. Images of other channels than 3 have statistics of their own."""
-    settings = {"model": name, "input_size": list(model.img_size), "patch_size": model.patch_size, **more}
+    settings = {
+        "model": name,
+        "input_size": list(model.img_size),
+        "patch_size": model.patch_size,
+        **more,
+    }
     if model.in_chans != 3:
         settings["in_chans"] = model.in_chans
         settings["mean"] = [0.1 * (i + 1) for i in range(model.in_chans)]

@@ -10,6 +10,7 @@ import timm
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 import models_mae_pr
 from downstream.probe.models import open_encoder
@@ -30,7 +31,13 @@ from tests.scripts.exports import (
 from util.run.checkpoint import save_checkpoint
 
 SUFFIXES = (".safetensors", ".pth")
-MICRO_IN_TIMM = {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 3}
+MICRO_IN_TIMM = {
+    "img_size": 32,
+    "patch_size": 4,
+    "embed_dim": 96,
+    "depth": 4,
+    "num_heads": 3,
+}
 
 
 def weights_in(path):
@@ -57,7 +64,7 @@ def test_encoder_of_a_run_s_folder(tmp_path, capsys, suffix):
     imgs = torch.randn(1, 3, 32, 32)
     expected = features_by_finetuning(path, VIT[1], imgs)
     with torch.no_grad():
-        torch.testing.assert_close(in_timm(out, num_classes=0).forward_features(imgs), expected, **CLOSE)
+        assert_close(in_timm(out, num_classes=0).forward_features(imgs), expected, **CLOSE)
     parts = {name.split(".")[0] for name in weights_in(out)}
     assert parts == {"cls_token", "pos_embed", "patch_embed", "blocks", "norm"}
     assert set(os.listdir(tmp_path)) == {"checkpoint-3.pth", "checkpoint-3.json", out.name}  # no temporary file is left
@@ -72,7 +79,7 @@ def test_classifier(tmp_path, capsys, options):
     run(capsys, path, out)
     imgs = torch.randn(3, 3, 32, 32)
     assert ours(imgs).std() > 0.1
-    torch.testing.assert_close(in_timm(out, num_classes=5, **options)(imgs), ours(imgs), **CLOSE)
+    assert_close(in_timm(out, num_classes=5, **options)(imgs), ours(imgs), **CLOSE)
     with safe_open(out, "pt") as file:
         assert file.metadata()["classes"] == '["a", "b", "c", "d", "e"]'
 
@@ -89,7 +96,7 @@ def test_a_release_of_mae_with_a_pickled_namespace(tmp_path, capsys):
     theirs = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=0, checkpoint_path=str(out)).eval()
     imgs = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
-        torch.testing.assert_close(theirs.forward_features(imgs), model.forward_features(imgs), **CLOSE)
+        assert_close(theirs.forward_features(imgs), model.forward_features(imgs), **CLOSE)
 
 
 def test_rounding_is_told_from_a_mistake(tmp_path, capsys, monkeypatch):
@@ -135,7 +142,7 @@ def test_the_printed_line_loads_the_file(tmp_path, capsys, monkeypatch, model, o
     theirs = eval(line, {"timm": timm}).eval()
     ours = load_model(path)
     imgs = torch.randn(1, 3, *ours.img_size)
-    torch.testing.assert_close(theirs.forward_features(imgs), ours.forward_features(imgs), **CLOSE)
+    assert_close(theirs.forward_features(imgs), ours.forward_features(imgs), **CLOSE)
 
 
 @pytest.fixture
@@ -157,7 +164,13 @@ def mae_run(tmp_path):
 @pytest.mark.fault("U124", "an export onto a full disk", "exit code 75; nothing is left")
 @pytest.mark.parametrize(
     ("out", "layout"),
-    [("e", "timm"), ("e.safetensors", "timm"), ("e.pth", "timm"), ("e", "transformers"), ("e.pth", "mae")],
+    [
+        ("e", "timm"),
+        ("e.safetensors", "timm"),
+        ("e.pth", "timm"),
+        ("e", "transformers"),
+        ("e.pth", "mae"),
+    ],
 )
 def test_a_full_disk_may_pass(mae_run, full_disk, capsys, out, layout):
     before = os.listdir(mae_run)
@@ -190,7 +203,7 @@ def test_a_rectangle_keeps_its_grid(tmp_path, capsys, suffix):
     imgs = torch.randn(2, 3, 16, 64)
     expected = features_by_finetuning(path, VIT[1], imgs, img_size=(16, 64))
     for encoder in (load_model(out), open_encoder(out).network):
-        torch.testing.assert_close(encoder.forward_features(imgs), expected, **CLOSE)
+        assert_close(encoder.forward_features(imgs), expected, **CLOSE)
     assert not load_encoder(vit_micro_patch4(global_pool="token", img_size=(16, 64)), out).resized
     assert load_encoder(vit_micro_patch4(global_pool="token", img_size=32), out).resized == ["pos_embed"]
 

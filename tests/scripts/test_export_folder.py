@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from timm.layers import resize_rel_pos_bias_table
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from downstream.probe.models import open_encoder
 from encoders import classifiers
@@ -88,10 +89,10 @@ def test_encoders(tmp_path, capsys, family, options):
     expected = features_by_finetuning(path, finetuning, imgs, **others)
     assert expected.std() > 0.1
     theirs = eval(line, {"timm": timm}).eval()
-    torch.testing.assert_close(timm_features(theirs, imgs), expected, **CLOSE)
+    assert_close(timm_features(theirs, imgs), expected, **CLOSE)
     for ours in (load_model(out), open_encoder(out).network):
         assert ours.img_size == imgs.shape[2:]
-        torch.testing.assert_close(ours.forward_features(imgs), expected, **CLOSE)
+        assert_close(ours.forward_features(imgs), expected, **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -113,11 +114,20 @@ def test_classifiers(tmp_path, capsys, name, options):
     theirs = load(tmp_path / "classifier")
     imgs = torch.randn(3, ours.in_chans, 32, 32)
     assert ours(imgs).std() > 0.05
-    torch.testing.assert_close(theirs(imgs), ours(imgs), **CLOSE)
+    assert_close(theirs(imgs), ours(imgs), **CLOSE)
     assert list(theirs.pretrained_cfg["label_names"]) == list("abcde")
 
 
-@pytest.mark.parametrize("family", [VIT, RELATIVE, ABSOLUTE, SWIN], ids=["vit", "relative", "absolute", "swin"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        VIT,
+        RELATIVE,
+        ABSOLUTE,
+        SWIN,
+    ],
+    ids=["vit", "relative", "absolute", "swin"],
+)
 @torch.no_grad()
 def test_other_uses_in_timm(tmp_path, capsys, family):
     """A new head, maps of features, and another image size."""
@@ -137,7 +147,7 @@ def test_other_uses_in_timm(tmp_path, capsys, family):
         eps = 1e-6
         expected = expected[:, 1:]
     normed = F.layer_norm(tokens, tokens.shape[-1:], weights["norm.weight"], weights["norm.bias"], eps)
-    torch.testing.assert_close(normed, expected, **CLOSE)
+    assert_close(normed, expected, **CLOSE)
     larger = load(tmp_path / "encoder", img_size=64)
     assert larger(torch.randn(1, 3, 64, 64)).isfinite().all()
     assert torch.equal(larger.state_dict()["patch_embed.proj.weight"], weights["patch_embed.proj.weight"])
@@ -224,7 +234,10 @@ def damage_keys(model):
 
 @pytest.mark.parametrize(
     ("damage", "message"),
-    [(damage_values, "differ from ours by up to 1.0e-03"), (damage_keys, "does not load the weights")],
+    [
+        (damage_values, "differ from ours by up to 1.0e-03"),
+        (damage_keys, "does not load the weights"),
+    ],
 )
 @pytest.mark.parametrize("name", ["encoder", "encoder.safetensors"])
 def test_what_timm_reads_otherwise_is_not_put_in_place(tmp_path, capsys, monkeypatch, name, damage, message):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.testing import assert_close
 
 from encoders.classifiers import load_classifier
 from encoders.load import load_encoder, load_model, read
@@ -61,10 +62,10 @@ def test_a_masked_autoencoder(tmp_path, capsys, flags):
     output = theirs(imgs, noise=ids_shuffle.argsort(dim=1).double())
     pred, mask = model.reconstruct(imgs, ids_shuffle)
     assert torch.equal(output.mask.bool(), mask)
-    torch.testing.assert_close(output.loss, model(imgs, ids_shuffle)["pixel"], **CLOSE)
-    torch.testing.assert_close(output.logits[mask], pred[mask], **CLOSE)
+    assert_close(output.loss, model(imgs, ids_shuffle)["pixel"], **CLOSE)
+    assert_close(output.logits[mask], pred[mask], **CLOSE)
     features = load_features(tmp_path / "mae")(imgs).last_hidden_state
-    torch.testing.assert_close(features, model.forward_features(imgs), **CLOSE)
+    assert_close(features, model.forward_features(imgs), **CLOSE)
 
 
 @torch.no_grad()
@@ -83,7 +84,7 @@ def test_decoders_that_the_library_lacks_are_left_out(tmp_path, capsys, flags, n
     ours = load_model(path).double()
     imgs = torch.randn(2, ours.in_chans, *ours.img_size, dtype=torch.float64)
     features = load_features(tmp_path / "vit")(imgs).last_hidden_state
-    torch.testing.assert_close(features, ours.forward_features(imgs), **CLOSE)
+    assert_close(features, ours.forward_features(imgs), **CLOSE)
 
 
 # ------------------------------------------------------------------------------------------------------- classifiers
@@ -105,7 +106,7 @@ def test_classifiers(tmp_path, capsys, options, close):
     assert theirs.config.id2label == {0: "a", 1: "b", 2: "c", 3: "d", 4: "e"}
     assert theirs.config.label2id["e"] == 4
     imgs = torch.randn(2, ours.in_chans, *ours.img_size, dtype=torch.float64)
-    torch.testing.assert_close(theirs(imgs).logits, ours.double()(imgs), **close)
+    assert_close(theirs(imgs).logits, ours.double()(imgs), **close)
 
 
 def test_a_classifier_without_names_of_classes(tmp_path, capsys):
@@ -155,7 +156,12 @@ def test_a_classifier_keeps_its_evaluation_view(tmp_path, capsys):
     ],
 )
 def test_the_processor_is_the_evaluation_view(tmp_path, capsys, dtype, channels, size, crop_pct, image_size):
-    options = {"in_chans": channels, "img_size": size, "crop_pct": crop_pct, "pixels": dtype}
+    options = {
+        "in_chans": channels,
+        "img_size": size,
+        "crop_pct": crop_pct,
+        "pixels": dtype,
+    }
     path, model = finetuned(tmp_path, VIT[1], global_pool="token", **options)
     run(capsys, path, tmp_path / "vit", *FORMAT)
     array = np.random.default_rng(0).random((*image_size, channels))
@@ -173,7 +179,7 @@ def test_the_processor_is_the_evaluation_view(tmp_path, capsys, dtype, channels,
     tolerance = 2e-6
     if dtype == "uint16":
         tolerance = 2.02 / 65535 / 0.3  # the library resizes in float32
-    torch.testing.assert_close(output, expected, rtol=0, atol=tolerance)
+    assert_close(output, expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(("crop_pct", "shift"), [(0.95, 0), (0.875, 0), (0.9, 1)])  # margins of 1, 4 and 3 pixels
@@ -187,7 +193,7 @@ def test_a_crop_of_transformers_one_pixel_beside_ours_is_said(tmp_path, capsys, 
     expected = normalizer(read(path).settings, RGB8)(resized[None, :, margin : margin + 32, margin : margin + 32])
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "vit")
     output = processor(Image.fromarray(array), return_tensors="pt")["pixel_values"]
-    torch.testing.assert_close(output, expected, rtol=0, atol=2e-6)
+    assert_close(output, expected, rtol=0, atol=2e-6)
     note = f"note: the image processor resizes to {whole} pixels and crops 32: its crop starts one pixel before"
     assert any(line.startswith(note) for line in lines) == bool(shift)
 

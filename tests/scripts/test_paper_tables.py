@@ -185,7 +185,11 @@ def test_the_tables_of_pre_training_are_as_published():
 
 @pytest.mark.parametrize(
     ("page", "name"),
-    [("docs/finetune.md", "evaluations"), ("docs/dense.md", "ADE20K"), ("docs/dense.md", "COCO")],
+    [
+        ("docs/finetune.md", "evaluations"),
+        ("docs/dense.md", "ADE20K"),
+        ("docs/dense.md", "COCO"),
+    ],
 )
 def test_the_tables_of_evaluation_are_as_published(page, name):
     """A line holds the numbers of one of the paper's tables: those of the recipes that the line names."""

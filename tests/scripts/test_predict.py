@@ -65,7 +65,13 @@ def test_multiply_adds_are_those_of_the_model(recipe, flags):
     assert count_costs(settings).multiply_adds / 1e9 == pytest.approx(forward_gmac(settings)[0], rel=0.01)
 
 
-@pytest.mark.parametrize(("recipe", "peak"), [("mae_vit_base_800ep", 27.3), ("prmim50_vit_base_800ep", 20.1)])
+@pytest.mark.parametrize(
+    ("recipe", "peak"),
+    [
+        ("mae_vit_base_800ep", 27.3),
+        ("prmim50_vit_base_800ep", 20.1),
+    ],
+)
 def test_peak_memory_is_that_of_a_step_on_fake_tensors(recipe, peak):
     """GB of the tensors, counted storage by storage at 4b7053c."""
     assert predicted(recipe)["peak_gb"] == pytest.approx(peak, rel=0.02)

@@ -130,7 +130,13 @@ def test_the_gpu_benchmark_refuses_without_a_gpu(tmp_path):
     for tool in ("bash", "dirname"):
         (tmp_path / tool).symlink_to(shutil.which(tool))
     command = [tmp_path / "bash", ROOT / "scripts/benchmark_gpu.sh"]
-    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command,
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 1
     assert done.stderr == "benchmark_gpu.sh: error: no NVIDIA GPU here (nvidia-smi lists none)\n"
 

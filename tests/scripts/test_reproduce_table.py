@@ -17,7 +17,13 @@ from scripts import reproduce_table
 from scripts.parts.paper_tables import TABLES, Row, Table
 from tests.runs import info_of_run, refused
 
-PATHS = {"data_path": "IMAGENET", "inat_path": "INAT", "ade_path": "ADE", "coco_path": "COCO", "teacher": "ibot.pth"}
+PATHS = {
+    "data_path": "IMAGENET",
+    "inat_path": "INAT",
+    "ade_path": "ADE",
+    "coco_path": "COCO",
+    "teacher": "ibot.pth",
+}
 PATHS |= {name: name for name in reproduce_table.SETS}
 DATA = [word for name, path in PATHS.items() for word in (f"--{name}", path)]
 # The program of a fine-tuning recipe, by the first word of its name.
@@ -300,7 +306,13 @@ def test_robustness_is_collected_by_set(evaluated, capsys):
     assert [row[f"IN-{name} measured"] for name in "CARS"] == ["49.5", "37.25", "", ""]
 
 
-@pytest.mark.parametrize(("sets", "is_left"), [("--imagenet_a A --imagenet_c C", False), ("--imagenet_r R", True)])
+@pytest.mark.parametrize(
+    ("sets", "is_left"),
+    [
+        ("--imagenet_a A --imagenet_c C", False),
+        ("--imagenet_r R", True),
+    ],
+)
 def test_robustness_is_finished_with_the_sets_that_are_given(evaluated, capsys, sets, is_left):
     flags = ["--data_path", "D", "--output_dir", str(evaluated), "--rows", "mff_vit*", "--dry_run"]
     reproduce_table.main(["robustness", *flags, *sets.split()])

@@ -44,7 +44,13 @@ def test_patterns_are_drawn(tmp_path):
 # ---------------------------------------------------------------------------------------------------- visualize.py
 
 
-@pytest.mark.parametrize(("flags", "measured"), [([], ["retained", "thrown"]), (["--no-progressive"], ["retained"])])
+@pytest.mark.parametrize(
+    ("flags", "measured"),
+    [
+        ([], ["retained", "thrown"]),
+        (["--no-progressive"], ["retained"]),
+    ],
+)
 def test_visualize_draws_and_measures(photos, tmp_path, capsys, flags, measured):
     pretrain(photos, tmp_path / "run", *flags)
     capsys.readouterr()

@@ -40,7 +40,13 @@ def by_hand(model, decoder_depth, throw_ratio):
 
 
 @pytest.mark.parametrize("throw_ratio", [0.0, 0.5])
-@pytest.mark.parametrize(("model", "depth"), [("mae_vit_base_patch16", 8), ("mae_vit_huge_patch14", 16)])
+@pytest.mark.parametrize(
+    ("model", "depth"),
+    [
+        ("mae_vit_base_patch16", 8),
+        ("mae_vit_huge_patch14", 16),
+    ],
+)
 def test_counted_costs_are_those_by_hand(model, depth, throw_ratio):
     flags = ["--model", model, "--decoder_depth", str(depth), "--throw_ratio", str(throw_ratio)]
     counted, _ = forward_gmac(vars(parse_args(flags)[1]))

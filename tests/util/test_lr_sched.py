@@ -24,7 +24,15 @@ def test_mae_without_a_warmup_starts_at_the_peak():
 
 @pytest.mark.parametrize("scale", [1.0, 0.1])
 def test_mff_reaches_its_peak_within_the_warmup_and_has_one_floor_for_all_layers(scale):
-    lr = Schedule("mff", steps_per_epoch=10, epochs=100, warmup_epochs=5, lr=2.0, min_lr=0.01, warmup_lr=2e-4)
+    lr = Schedule(
+        "mff",
+        steps_per_epoch=10,
+        epochs=100,
+        warmup_epochs=5,
+        lr=2.0,
+        min_lr=0.01,
+        warmup_lr=2e-4,
+    )
     peak = 2.0 * scale
     for step in range(50):
         assert lr(step, scale) == pytest.approx(peak * (1e-4 + (1 - 1e-4) * step / 49))
@@ -36,21 +44,44 @@ def test_mff_reaches_its_peak_within_the_warmup_and_has_one_floor_for_all_layers
 @pytest.mark.parametrize(("warmup", "share"), [(20, 0.9045), (10, 0.9755)])
 def test_simmims_cosine_includes_the_warmup(warmup, share):
     """The release's shares of the peak right after the warm-up were measured for 20 and for 10 of 100 epochs."""
-    lr = Schedule("simmim", steps_per_epoch=1000, epochs=100, warmup_epochs=warmup, lr=1.0, min_lr=0.0, warmup_lr=1e-3)
+    lr = Schedule(
+        "simmim",
+        steps_per_epoch=1000,
+        epochs=100,
+        warmup_epochs=warmup,
+        lr=1.0,
+        min_lr=0.0,
+        warmup_lr=1e-3,
+    )
     assert lr(0) == lr(1) == 1e-3 < lr(2)  # the release sets the rate after a step, from its number
     assert lr(1000 * warmup) == pytest.approx(1.0, abs=1e-4)
     assert lr(1000 * warmup + 1) == pytest.approx(share, abs=1e-4)
 
 
 def test_simmims_start_and_floor_are_the_same_for_all_layers():
-    lr = Schedule("simmim", steps_per_epoch=1000, epochs=100, warmup_epochs=20, lr=1.0, min_lr=0.02, warmup_lr=1e-3)
+    lr = Schedule(
+        "simmim",
+        steps_per_epoch=1000,
+        epochs=100,
+        warmup_epochs=20,
+        lr=1.0,
+        min_lr=0.02,
+        warmup_lr=1e-3,
+    )
     assert lr(0, 0.5) == 1e-3
     assert lr(50_001, 0.5) == pytest.approx(0.02 + (0.5 - 0.02) / 2)
     assert lr(100_001, 0.5) == pytest.approx(0.02)
 
 
 def test_simmims_steps():
-    settings = dict(steps_per_epoch=10, epochs=800, warmup_epochs=10, lr=4e-4, warmup_lr=2e-6, lr_steps=(700,))
+    settings = dict(
+        steps_per_epoch=10,
+        epochs=800,
+        warmup_epochs=10,
+        lr=4e-4,
+        warmup_lr=2e-6,
+        lr_steps=(700,),
+    )
     lr = Schedule("simmim_steps", **settings)
     assert lr(0) == lr(1) == 2e-6
     assert lr(51) == pytest.approx(2e-6 + (4e-4 - 2e-6) / 2)

@@ -25,7 +25,14 @@ def test_tokens_are_painted_in_the_colours_of_their_state():
         assert (token == (GREY, BLUE, YELLOW)[value]).all()
 
 
-@pytest.mark.parametrize(("num_images", "num_panels", "rows", "columns"), [(3, 1, 3, 3), (5, 1, 3, 6), (4, 2, 4, 4)])
+@pytest.mark.parametrize(
+    ("num_images", "num_panels", "rows", "columns"),
+    [
+        (3, 1, 3, 3),
+        (5, 1, 3, 6),
+        (4, 2, 4, 4),
+    ],
+)
 def test_a_grid_holds_two_images_a_row_if_there_are_four_with_one_panel(num_images, num_panels, rows, columns):
     """Small images are enlarged twice, with gaps and titles."""
     imgs = torch.full((num_images, 3, 64, 64), 100, dtype=torch.uint8)

@@ -44,7 +44,14 @@ def test_resized_position_tables():
     torch.testing.assert_close(grid[0, 1:3, 0], torch.tensor([2.5, 4.5]))
 
 
-@pytest.mark.parametrize(("size", "expected"), [(32, (32, 32)), ([32], (32, 32)), ([32, 48], (32, 48))])
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (32, (32, 32)),
+        ([32], (32, 32)),
+        ([32, 48], (32, 48)),
+    ],
+)
 def test_one_number_stands_for_height_and_width(size, expected):
     height, width = height_and_width(size)
     assert (height, width) == expected

@@ -52,7 +52,15 @@ def make_object(rng, height, width, category, as_code):
     return annotation, mask
 
 
-def write_coco(root, split, number, seed=0, size=(40, 56), edit=lambda content: None, masks=True):
+def write_coco(
+    root,
+    split,
+    number,
+    seed=0,
+    size=(40, 56),
+    edit=lambda content: None,
+    masks=True,
+):
     """Writes `number` images with one or two objects each to ROOT/<split>2017 and ROOT/annotations. Returns ROOT."""
     rng = np.random.default_rng(seed)
     (root / f"{split}2017").mkdir(parents=True)

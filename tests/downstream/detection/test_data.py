@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from tests.downstream.bands import bands, write_array, write_bands
 from tests.downstream.detection.coco import BAR, WEDGE, open_split, write_coco
@@ -172,7 +173,7 @@ def test_jitter_keeps_pixels_and_masks_together(tmp_path):
         shapes.add(tuple(img.shape))
         assert max(img.shape[1:]) <= 64
         assert masks.shape == (len(labels), *img.shape[1:])
-        torch.testing.assert_close(boxes, boxes_of_masks(masks), rtol=0, atol=0)
+        assert_close(boxes, boxes_of_masks(masks), rtol=0, atol=0)
         union = masks.any(dim=0)
         inner = ~grow(~union, 4)
         assert not (is_object(img) & ~grow(union, 4)).any()
@@ -206,7 +207,7 @@ def test_boxes_of_a_crop_by_hand(flip):
         expected[0][0] = expected[1][0] = 56  # beyond the crop
     else:
         expected = [[0, 2 * 12 - 20, 2 * 20 - 10, 2 * 31 - 20], [2 * 8 - 10, 2 * 30 - 20, 2 * 25 - 10, 50]]
-    torch.testing.assert_close(boxes, torch.tensor(expected).float())
+    assert_close(boxes, torch.tensor(expected).float())
 
 
 POLYGON = [4.3, 2.2, 26.1, 5.9, 21.4, 17.7, 9.2, 15.1]  # convex, in 20 x 30 pixels

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import roi_align
 
@@ -63,7 +64,7 @@ def test_relative_positions_pair_by_pair():
             for share, key in zip(torch.stack(logits).softmax(0), places, strict=True):
                 expected[query][head] += share * v[key]
     expected = expected.flatten(2) @ attention.proj.weight.T + attention.proj.bias
-    torch.testing.assert_close(attention(x[None])[0], expected)
+    assert_close(attention(x[None])[0], expected)
 
 
 def test_attention_gets_queries_keys_and_values_of_one_width(monkeypatch):
@@ -80,7 +81,14 @@ def test_attention_gets_queries_keys_and_values_of_one_width(monkeypatch):
     assert widths == [16, 16, 16]
 
 
-@pytest.mark.parametrize(("height", "width", "side"), [(6, 9, 3), (5, 7, 3), (2, 2, 4)])
+@pytest.mark.parametrize(
+    ("height", "width", "side"),
+    [
+        (6, 9, 3),
+        (5, 7, 3),
+        (2, 2, 4),
+    ],
+)
 def test_windows_are_cut_and_joined(height, width, side):
     x = torch.randn(2, height, width, 3)
     padded_height = math.ceil(height / side) * side
@@ -113,7 +121,7 @@ def test_the_backbone_begins_as_the_pretrained_vit_without_class_tokens(num_cls_
     x = x + resize_pos_embed(vit.pos_embed, (8, 8), (12, 12))[:, num_cls_tokens:]
     for block in vit.blocks:
         x = block(x)
-    torch.testing.assert_close(model(imgs).flatten(2).transpose(1, 2), x, rtol=1e-4, atol=1e-5)
+    assert_close(model(imgs).flatten(2).transpose(1, 2), x, rtol=1e-4, atol=1e-5)
 
 
 def test_weights_that_are_no_encoder_are_named(tmp_path):
@@ -150,7 +158,7 @@ def test_padded_places_of_a_window_are_keys():
     last_window = F.pad(block.norm1(x)[:, 10:, 10:], (0, 0, 0, 3, 0, 3))
     expected = x[:, 10:, 10:] + block.attn(last_window)[:, :2, :2]
     expected = expected + block.mlp(block.norm2(expected))
-    torch.testing.assert_close(block(x)[:, 10:, 10:], expected)
+    assert_close(block(x)[:, 10:, 10:], expected)
 
 
 def test_the_pyramid_has_strides_of_4_to_64():
@@ -182,8 +190,8 @@ def test_roi_pooling_samples_where_the_box_is():
         maps.append(torch.stack(torch.meshgrid(centres, centres, indexing="ij"))[None])
     rows, columns = AlignedRoIPool(7, patch_size=4)(maps, [torch.tensor([[9.0, 5.0, 30.0, 47.0]])])[0]
     cells = (torch.arange(7) + 0.5) / 7
-    torch.testing.assert_close(rows, (5 + 42 * cells)[:, None].expand(7, 7))
-    torch.testing.assert_close(columns, (9 + 21 * cells)[None].expand(7, 7))
+    assert_close(rows, (5 + 42 * cells)[:, None].expand(7, 7))
+    assert_close(columns, (9 + 21 * cells)[None].expand(7, 7))
 
 
 def test_boxes_go_to_the_level_of_their_area():
@@ -216,7 +224,7 @@ def test_losses_of_proposals_by_hand():
     expected = (math.log(1 + math.exp(-2)) + math.log(1 + math.exp(1)) + math.log(1 + math.exp(0.5))) / 3
     assert objectness.item() == pytest.approx(expected)
     box.backward()
-    torch.testing.assert_close(deltas.grad[:, 0], torch.tensor([1 / 3, -1 / 3, 0, 0]))
+    assert_close(deltas.grad[:, 0], torch.tensor([1 / 3, -1 / 3, 0, 0]))
 
 
 def test_class_box_and_mask_losses_by_hand():
@@ -232,16 +240,16 @@ def test_class_box_and_mask_losses_by_hand():
     boxes = torch.cat([proposals, target["boxes"]])  # the object itself is a proposal, too
     logits, deltas = heads.predict_boxes(maps, [boxes])
     shares = logits.log_softmax(dim=1)
-    torch.testing.assert_close(losses["class"], -(shares[0, 2] + shares[1, 0] + shares[2, 2]) / 3)
+    assert_close(losses["class"], -(shares[0, 2] + shares[1, 0] + shares[2, 2]) / 3)
 
     offset = torch.tensor([0.0, 10 * (22.0 - 20.0) / 32, 0.0, 5 * math.log(36 / 32)])  # of centres and sizes
     of_class_2 = deltas.view(3, 3, 4)[:, 2]
     expected = (of_class_2[0] - offset).abs().sum() + of_class_2[2].abs().sum()
-    torch.testing.assert_close(losses["box"], expected / 3)
+    assert_close(losses["box"], expected / 3)
 
     masks = heads.predict_masks(maps, [boxes[[0, 2]]], torch.tensor([2, 2]))
     left_half = (torch.arange(28) < 14).float().expand(2, 28, 28)
-    torch.testing.assert_close(losses["mask"], F.binary_cross_entropy_with_logits(masks, left_half))
+    assert_close(losses["mask"], F.binary_cross_entropy_with_logits(masks, left_half))
 
 
 def test_each_proposal_gets_the_mask_of_its_own_object():
@@ -263,13 +271,18 @@ def test_each_proposal_gets_the_mask_of_its_own_object():
     for i in range(2):
         own_maps = [level[i : i + 1] for level in maps]
         moved = proposals[i]
-        object_of_box = [(moved[0], 1), (moved[1], 0), (boxes[i, 0], 0), (boxes[i, 1], 1)]
+        object_of_box = [
+            (moved[0], 1),
+            (moved[1], 0),
+            (boxes[i, 0], 0),
+            (boxes[i, 1], 1),
+        ]
         for box, n in object_of_box:
             logits = heads.predict_masks(own_maps, [box[None]], labels[i, n : n + 1])[0]
             mask = masks[i, n][None, None].float()
             share = roi_align(mask, [box[None]], 28, sampling_ratio=0, aligned=True)[0, 0]
             expected.append(F.binary_cross_entropy_with_logits(logits, (share >= 0.5).float()))
-    torch.testing.assert_close(losses["mask"], torch.stack(expected).mean())
+    assert_close(losses["mask"], torch.stack(expected).mean())
 
 
 @pytest.mark.parametrize(("name", "widths"), [("box_head", [1024]), ("mask_head", [])])
@@ -298,7 +311,7 @@ def test_anchors_are_exact_in_bfloat16():
         corners = torch.cartesian_prod(places, places)[:, [1, 0, 1, 0]]  # x varies fastest
         expected.append((corners[:, None] + torch.stack(shapes)).reshape(-1, 4))
     assert anchors.dtype == torch.float32
-    torch.testing.assert_close(anchors, torch.cat(expected), rtol=0, atol=1e-3)
+    assert_close(anchors, torch.cat(expected), rtol=0, atol=1e-3)
 
 
 def test_without_masks_there_is_no_mask_head():

@@ -5,6 +5,7 @@ import timm
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 import main_pretrain
 import monitor
@@ -67,7 +68,7 @@ def check_features(encoder, model):
     assert {name.split()[1] for name in vectors} == expected.keys()
     for name, value in vectors.items():
         assert not value.requires_grad
-        torch.testing.assert_close(value, expected[name.split()[1]], rtol=1e-4, atol=1e-5)
+        assert_close(value, expected[name.split()[1]], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in registry.MODELS if "_micro_" in name])
@@ -91,8 +92,8 @@ def test_a_fine_tuned_classifier_opens_without_its_head(pool, tmp_path):
     imgs = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         tokens = model.forward_features(imgs)  # with mean pooling there is no norm before it
-    torch.testing.assert_close(encoder(imgs)[4].patches, tokens[:, 1:])
-    torch.testing.assert_close(encoder(imgs)[4].cls, tokens[:, 0])
+    assert_close(encoder(imgs)[4].patches, tokens[:, 1:])
+    assert_close(encoder(imgs)[4].cls, tokens[:, 0])
 
 
 @pytest.mark.parametrize("blocks", [[0], [5, 1]])
@@ -127,10 +128,10 @@ def test_timm_s_files_open_here_and_by_timm(tmp_path, by_timm):
         ((patches, prefix),) = theirs.forward_intermediates(
             imgs, [2], return_prefix_tokens=True, norm=True, output_fmt="NLC", intermediates_only=True
         )
-    torch.testing.assert_close(tokens[3].cls, prefix[:, 0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(tokens[3].patches, patches, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(tokens[12].cls, last[:, 0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(tokens[12].patches, last[:, 1:], rtol=1e-4, atol=1e-4)
+    assert_close(tokens[3].cls, prefix[:, 0], rtol=1e-4, atol=1e-4)
+    assert_close(tokens[3].patches, patches, rtol=1e-4, atol=1e-4)
+    assert_close(tokens[12].cls, last[:, 0], rtol=1e-4, atol=1e-4)
+    assert_close(tokens[12].patches, last[:, 1:], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -181,12 +182,27 @@ def test_weights_with_parts_that_the_model_lacks_are_refused(options, named, tmp
     torch.save(other, tmp_path / "other.pth")
     with pytest.raises(CheckpointError, match=f"other.pth'.* holds another kind of encoder: .* has no {named}"):
         open_timm_model(VIT, str(tmp_path / "other.pth"))
-    ours = VisionTransformer(img_size=32, patch_size=16, embed_dim=192, depth=2, num_heads=3, num_classes=5)
+    ours = VisionTransformer(
+        img_size=32,
+        patch_size=16,
+        embed_dim=192,
+        depth=2,
+        num_heads=3,
+        num_classes=5,
+    )
     with pytest.raises(CheckpointError, match=f"another kind of encoder: this VisionTransformer has no {named}"):
         load_encoder(ours, tmp_path / "other.pth")
 
 
-@pytest.mark.parametrize("name", ["resnet18", "convnext_atto", "swin_tiny_patch4_window7_224", "beit_base_patch16_224"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet18",
+        "convnext_atto",
+        "swin_tiny_patch4_window7_224",
+        "beit_base_patch16_224",
+    ],
+)
 def test_heads_and_computed_buffers_of_timm_s_files_are_ignored(name):
     """Of ConvNeXt's head, `head.norm` is a part of the network without classes, and `head.fc` is not."""
     with torch.device("meta"):
@@ -213,8 +229,8 @@ def test_registers_of_timm_s_vits_are_no_patches(monkeypatch):
     imgs = torch.randn(2, 3, 32, 32)
     x = network.forward_features(imgs)  # a class token, then four registers
     vectors = encoder.vectors(imgs)
-    torch.testing.assert_close(vectors["2 cls"], x[:, 0])
-    torch.testing.assert_close(vectors["2 mean"], x[:, 5:].mean(dim=1))
+    assert_close(vectors["2 cls"], x[:, 0])
+    assert_close(vectors["2 mean"], x[:, 5:].mean(dim=1))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +245,7 @@ def test_networks_of_timm_without_class_token_have_the_mean_of_their_map(monkeyp
     imgs = torch.randn(2, 3, side, side)
     vectors = encoder.vectors(imgs)
     assert list(vectors) == ["0 mean"]
-    torch.testing.assert_close(vectors["0 mean"], network.forward_features(imgs).mean(dim=places))
+    assert_close(vectors["0 mean"], network.forward_features(imgs).mean(dim=places))
     with pytest.raises(ValueError, match="--blocks .* is for ViTs with a class token"):
         encoder.read_blocks([1])
 
@@ -241,7 +257,7 @@ def test_networks_of_timm_that_read_any_size_read_the_given_one(tmp_path):
     encoder = open_timm_model("test_resnet", str(path), 64)
     assert encoder.img_size == (64, 64)
     imgs = torch.randn(2, 3, 64, 64)
-    torch.testing.assert_close(encoder.vectors(imgs)["0 mean"], network.forward_features(imgs).mean(dim=(2, 3)))
+    assert_close(encoder.vectors(imgs)["0 mean"], network.forward_features(imgs).mean(dim=(2, 3)))
 
 
 def test_models_that_timm_does_not_know_are_refused():
@@ -317,12 +333,12 @@ def test_folded_heads_equal_explicit_ones_in_value_and_gradient(dim, num_heads):
     assert grid.num_heads == num_heads
     folded = grid(x)
     explicit = torch.stack([explicit_attentive(head, x, num_heads) for head in grid.heads])
-    torch.testing.assert_close(folded, explicit, rtol=1e-10, atol=1e-10)
+    assert_close(folded, explicit, rtol=1e-10, atol=1e-10)
     parameters = list(grid.parameters())
     gradients = torch.autograd.grad((folded * factors).sum(), parameters)
     expected = torch.autograd.grad((explicit * factors).sum(), parameters)
     for ours, theirs in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+        assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
         assert theirs.abs().max() > 1e-6
 
 
@@ -330,7 +346,7 @@ def test_linear_heads_are_linear():
     grid = randomised_grid(LinearHead, 12)
     x = torch.randn(4, 12, dtype=torch.float64)
     expected = torch.stack([F.linear(x, head.weight, head.bias) for head in grid.heads])
-    torch.testing.assert_close(grid(x), expected)
+    assert_close(grid(x), expected)
 
 
 def train(grid, x, labels):
@@ -357,7 +373,7 @@ def test_a_grid_trains_each_head_as_if_it_were_alone(kind, shape):
             value.copy_(first[f"heads.{i}.{name}"])
         train(alone, x, labels)
         for ours, theirs in zip(together.heads[i].parameters(), alone.heads[0].parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+            assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
         distances.append((together.heads[i].weight - first[f"heads.{i}.weight"]).abs().mean())
     assert distances == sorted(distances)  # by their learning rates
 

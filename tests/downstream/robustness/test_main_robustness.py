@@ -193,7 +193,13 @@ def test_figures_of_restricted_sets_are_the_slow_ones(sets, classifier, content,
     assert figures["top1_unrestricted"] == pytest.approx(slow_top1(classifier, sets / name, view))
 
 
-@pytest.mark.parametrize(("name", "folder"), [("imagenet", "imagenet/val"), ("imagenet_sketch", "imagenet_sketch")])
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("imagenet", "imagenet/val"),
+        ("imagenet_sketch", "imagenet_sketch"),
+    ],
+)
 def test_figures_of_other_sets_are_the_slow_ones(sets, classifier, content, name, folder):
     expected = slow_top1(classifier, sets / folder, ResizeCenterCrop(32))
     assert content["summary"][name]["top1"] == pytest.approx(expected)
@@ -264,7 +270,15 @@ def test_results_of_other_images_are_not_touched(sets, finetuned, finished, tmp_
     assert "imagenet_a was 12 images of 4 classes in" in error
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"sha256": "0"}', '{"sha256": "0", "settings": {}, "parts": {"a": 1}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"sha256": "0"}',
+        '{"sha256": "0", "settings": {}, "parts": {"a": 1}}',
+    ],
+)
 def test_foreign_results_are_refused(sets, finetuned, classifier, tmp_path, fails, text):
     (tmp_path / "robustness.json").write_text(text)
     error = fails(finetuned, tmp_path, sets, "imagenet_a")

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from downstream.segmentation.data import IGNORE
 from downstream.segmentation.engine_segmentation import (
@@ -133,7 +134,15 @@ def test_the_mean_over_labelled_pixels_is_that_of_all_processes():
 # -------------------------------------------------------------------------------------------------- slide inference
 
 
-@pytest.mark.parametrize(("length", "expected"), [(512, [0]), (400, [0]), (683, [0, 171]), (1200, [0, 341, 682, 688])])
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        (512, [0]),
+        (400, [0]),
+        (683, [0, 171]),
+        (1200, [0, 341, 682, 688]),
+    ],
+)
 def test_windows_cover_the_axis(length, expected):
     assert window_starts(length, 512, 341) == expected
 
@@ -148,7 +157,7 @@ def test_slide_inference_of_a_constant_model_is_whole_inference(size):
 
     img = torch.randn(3, *size, dtype=torch.float64)
     logits = slide_logits(predict, img, (16, 16), 10)
-    torch.testing.assert_close(logits.double(), predict(img[None])[0], rtol=1e-5, atol=1e-5)
+    assert_close(logits.double(), predict(img[None])[0], rtol=1e-5, atol=1e-5)
 
 
 def test_slide_inference_is_the_mean_over_windows():
@@ -169,7 +178,7 @@ def test_slide_inference_is_the_mean_over_windows():
             total[:, rows, columns] += predict(img[None, :, rows, columns])[0]
             count[rows, columns] += 1
     sizes.clear()
-    torch.testing.assert_close(slide_logits(predict, img, (8, 8), 5), total / count)
+    assert_close(slide_logits(predict, img, (8, 8), 5), total / count)
     assert sizes == [8, 8]
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from downstream.recipes import SEGMENTATION_RECIPES
 from downstream.segmentation import main_segmentation
@@ -112,7 +113,7 @@ def test_a_new_backbone_computes_what_the_pretrained_vit_does(tmp_path):
     assert {key.rpartition(".")[2] for key in report.missing} == {"relative_position_bias_table", "gamma_1", "gamma_2"}
     imgs = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     expected = plain.forward_features(imgs)[:, 1:]
-    torch.testing.assert_close(tokens_of(model.backbone(imgs)[0]), expected)
+    assert_close(tokens_of(model.backbone(imgs)[0]), expected)
     model.backbone.blocks[2].attn.relative_position_bias_table.data[5, 1] = 1.0
     assert not torch.allclose(tokens_of(model.backbone(imgs)[0]), expected)
 
@@ -135,7 +136,7 @@ def test_relative_positions_of_simmim_load(tmp_path):
     load(model, simmim.state_dict(), tmp_path)
     imgs = torch.randn(2, 3, 16, 16)
     expected = simmim.norm(simmim.encode(simmim.patch_embed(simmim.patchify(imgs))))[:, 1:]
-    torch.testing.assert_close(tokens_of(model(imgs)[0]), expected, rtol=1e-4, atol=1e-4)
+    assert_close(tokens_of(model(imgs)[0]), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [16, 24])
@@ -155,7 +156,7 @@ def test_a_simmim_run_loads_at_any_size(tmp_path, size):
         shared = resize_bias_table(shared, (6, 6), (4, 4), 3)
     for block in model.blocks:
         assert torch.equal(block.attn.relative_position_bias_table, shared)
-    torch.testing.assert_close(model.patch_embed.proj.weight, simmim.patch_embed.proj.weight)
+    assert_close(model.patch_embed.proj.weight, simmim.patch_embed.proj.weight)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_the_linear_model_is_batch_norm_and_a_linear_layer():
     normed = centred / (features.var(dim=(0, 2, 3), unbiased=False, keepdim=True) + 1e-5).sqrt()
     layer = model.decode_head.conv_seg
     expected = F.conv2d(normed, layer.weight, layer.bias)
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_linear_model_trains_its_head_alone():
@@ -259,11 +260,11 @@ def test_upernet_against_its_definition():
     assert [level.shape[-1] for level in levels] == [16, 8, 4, 2]
     logits = model(imgs)
     assert set(logits) == {"decode"}  # the auxiliary head is for training
-    torch.testing.assert_close(logits["decode"], slow.decode(*levels))
+    assert_close(logits["decode"], slow.decode(*levels))
     model.train()
     model.auxiliary_head.eval()
     expected = slow.classify("auxiliary_head", slow.conv("auxiliary_head.convs.0", levels[2]))
-    torch.testing.assert_close(model(imgs)["aux"], expected)
+    assert_close(model(imgs)["aux"], expected)
 
 
 def test_learning_rates_and_weight_decay_by_layer():
@@ -300,7 +301,12 @@ def _normalise_share(rank):
     x = x[share].requires_grad_()
     out = norm(x)
     (out * factors[share]).sum().backward()
-    return {"out": out.detach(), "grad": x.grad, "weight_grad": norm.weight.grad, **norm.state_dict()}
+    return {
+        "out": out.detach(),
+        "grad": x.grad,
+        "weight_grad": norm.weight.grad,
+        **norm.state_dict(),
+    }
 
 
 def test_batch_norm_in_two_processes_is_that_of_the_whole_batch():
@@ -314,12 +320,12 @@ def test_batch_norm_in_two_processes_is_that_of_the_whole_batch():
     def joined(key):
         return torch.cat([torch.from_numpy(first[key]), torch.from_numpy(second[key])])
 
-    torch.testing.assert_close(joined("out"), out.float(), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(joined("grad"), x.grad.float(), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(torch.from_numpy(first["weight_grad"] + second["weight_grad"]), norm.weight.grad.float())
+    assert_close(joined("out"), out.float(), rtol=1e-4, atol=1e-5)
+    assert_close(joined("grad"), x.grad.float(), rtol=1e-4, atol=1e-5)
+    assert_close(torch.from_numpy(first["weight_grad"] + second["weight_grad"]), norm.weight.grad.float())
     for key in ("running_mean", "running_var"):
         assert (first[key] == second[key]).all()
-        torch.testing.assert_close(torch.from_numpy(first[key]), norm.state_dict()[key].float())
+        assert_close(torch.from_numpy(first[key]), norm.state_dict()[key].float())
     assert first["num_batches_tracked"] == 1
 
 
@@ -349,7 +355,13 @@ def test_upernet_in_two_processes_is_that_of_the_whole_batch():
     first, second = run_in_two_processes(_train_share)
     for name, value in train_on(slice(0, 4)).items():
         assert (first[name] == second[name]).all(), name
-        torch.testing.assert_close(torch.from_numpy(first[name]), value, rtol=1e-3, atol=1e-5, msg=name)
+        assert_close(
+            torch.from_numpy(first[name]),
+            value,
+            rtol=1e-3,
+            atol=1e-5,
+            msg=name,
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------- recipes

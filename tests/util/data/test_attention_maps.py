@@ -79,7 +79,14 @@ def test_the_released_crop_reads_the_corner_of_the_map(tmp_path):
     H = 100  # of the images
     W = 80
     patch = 4
-    boxes = [(0, 0, 50, 40), (30, 20, 40, 50), (50, 10, 50, 60), (10, 30, 60, 50), (0, 0, 100, 80), (60, 40, 40, 40)]
+    boxes = [
+        (0, 0, 50, 40),
+        (30, 20, 40, 50),
+        (50, 10, 50, 60),
+        (10, 30, 60, 50),
+        (0, 0, 100, 80),
+        (60, 40, 40, 40),
+    ]
     views = []
     for i, (top, left, height, width) in enumerate(boxes):
         views.append((i, CropBox(top / H, left / W, height / H, width / W, flip=i % 2 == 1)))

@@ -166,7 +166,15 @@ def test_padded_crop_is_a_window_of_the_resized_and_reflected_image():
     assert not torch.equal(augment(img, 5, 7), augment(img, 6, 7))
 
 
-@pytest.mark.parametrize(("first", "count", "length"), [(-4, 9, 5), (0, 5, 5), (2, 7, 5), (-4, 13, 5)])
+@pytest.mark.parametrize(
+    ("first", "count", "length"),
+    [
+        (-4, 9, 5),
+        (0, 5, 5),
+        (2, 7, 5),
+        (-4, 13, 5),
+    ],
+)
 def test_reflection_against_numpy(first, count, length):
     padded = np.pad(np.arange(length), 4, mode="reflect")
     assert reflected(first, count, length).tolist() == padded[first + 4 : first + 4 + count].tolist()
@@ -175,9 +183,24 @@ def test_reflection_against_numpy(first, count, length):
 # --------------------------------------------------------------------------------------------------- evaluation views
 
 
-@pytest.mark.parametrize(("height", "width"), [(81, 60), (500, 333), (224, 224), (48, 75), (400, 31)])
 @pytest.mark.parametrize(
-    ("target", "crop_pct", "resized"), [(224, None, 256), (32, None, 36), (48, 1.0, 48), (384, None, 384)]
+    ("height", "width"),
+    [
+        (81, 60),
+        (500, 333),
+        (224, 224),
+        (48, 75),
+        (400, 31),
+    ],
+)
+@pytest.mark.parametrize(
+    ("target", "crop_pct", "resized"),
+    [
+        (224, None, 256),
+        (32, None, 36),
+        (48, 1.0, 48),
+        (384, None, 384),
+    ],
 )
 def test_evaluation_view_equals_that_of_torchvision(height, width, target, crop_pct, resized):
     """The same size after the resize, the same offset of the crop, and pixels within 0.05 levels of PIL on average."""

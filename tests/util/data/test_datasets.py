@@ -128,7 +128,15 @@ def test_equal_random_numbers_leave_images_in_their_order(monkeypatch, num_value
     assert datasets.permutation(0, 0, 1000).tolist() == expected
 
 
-@pytest.mark.parametrize(("world_size", "accum_iter"), [(2, 1), (1, 3), (2, 3), (4, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "accum_iter"),
+    [
+        (2, 1),
+        (1, 3),
+        (2, 3),
+        (4, 1),
+    ],
+)
 def test_any_split_of_the_total_batch_sees_the_same_samples_in_the_same_step(world_size, accum_iter):
     """Micro-batch by micro-batch, and in each rank by rank."""
     batch_size = 12 // (world_size * accum_iter)
@@ -208,7 +216,13 @@ def test_inaturalist_label_files_that_disagree_are_refused(tmp_path, changes, me
 
 
 @pytest.mark.parametrize(
-    ("length", "most", "expected"), [(5, 9, range(5)), (5, 5, range(5)), (9, 3, [0, 4, 8]), (3, 1, [0])]
+    ("length", "most", "expected"),
+    [
+        (5, 9, range(5)),
+        (5, 5, range(5)),
+        (9, 3, [0, 4, 8]),
+        (3, 1, [0]),
+    ],
 )
 def test_evenly_spaced_indices(length, most, expected):
     np.testing.assert_array_equal(evenly_spaced(length, most), list(expected))

@@ -113,7 +113,17 @@ RAMP = np.linspace(0, 65535, 40 * 50).round().astype(np.uint16).reshape(40, 50)
 
 def tiff(strip, bits):
     """A grey TIFF of 40 x 50 pixels, `bits` each, and one strip, little-endian."""
-    tags = {256: 50, 257: 40, 258: bits, 259: 1, 262: 1, 273: 8, 277: 1, 278: 40, 279: len(strip)}
+    tags = {
+        256: 50,
+        257: 40,
+        258: bits,
+        259: 1,
+        262: 1,
+        273: 8,
+        277: 1,
+        278: 40,
+        279: len(strip),
+    }
     header = b"II*\0" + struct.pack("<I", 8 + len(strip))
     directory = struct.pack("<H", len(tags))
     for tag, value in tags.items():
@@ -169,7 +179,13 @@ def test_grey_of_12_bits_is_scaled():
 @pytest.mark.fault(
     "U26", "16-bit grey images; grey float TIFFs, with `--in_chans 3`", "scaled to 8 bits; refused by name"
 )
-@pytest.mark.parametrize(("dtype", "message"), [(np.float32, "floating-point numbers"), (np.int32, "32-bit integers")])
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (np.float32, "floating-point numbers"),
+        (np.int32, "32-bit integers"),
+    ],
+)
 def test_pixels_without_a_range_are_refused_by_their_header(dtype, message, tmp_path, monkeypatch):
     path = tmp_path / "a.tif"
     Image.fromarray((RAMP / 65535).astype(dtype)).save(path)
@@ -213,13 +229,29 @@ for shows in (False, True):
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("data", [b"", b"P", b"RIFF\0\0\0\0WEBPVP9 ", encode(Image.new("RGB", (4, 4)), "ICO")])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"P",
+        b"RIFF\0\0\0\0WEBPVP9 ",
+        encode(Image.new("RGB", (4, 4)), "ICO"),
+    ],
+)
 def test_formats_that_a_pillow_lacks_and_others_are_refused(data):
     with pytest.raises(UnidentifiedImageError, match="it does not begin as one of JPEG, PNG, PPM, BMP, TIFF, WEBP$"):
         open_image(io.BytesIO(data))
 
 
-@pytest.mark.parametrize("damage", [lambda d: d[: len(d) // 2], lambda d: d[:20], lambda d: b"", lambda d: b"hello"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda d: d[: len(d) // 2],
+        lambda d: d[:20],
+        lambda d: b"",
+        lambda d: b"hello",
+    ],
+)
 def test_damaged_files_fail_as_in_pillow(photo, damage):
     with pytest.raises(PILLOW_ERRORS):
         decode(damage(FILES["4:2:0"](photo)))

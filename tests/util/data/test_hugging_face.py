@@ -341,7 +341,12 @@ def test_labels_that_are_missing_or_ambiguous(tmp_path, columns, given, message)
 
 
 @pytest.mark.parametrize(
-    ("labels", "kind"), [([0, 1, -1, 1], NAMES), ([0, 1, None, 1], NAMES), (["a", "b", None, "b"], VALUE("string"))]
+    ("labels", "kind"),
+    [
+        ([0, 1, -1, 1], NAMES),
+        ([0, 1, None, 1], NAMES),
+        (["a", "b", None, "b"], VALUE("string")),
+    ],
 )
 def test_rows_without_a_class(tmp_path, labels, kind):
     rows = dataset_of({"image": png_columns()["image"], "label": labels}, label=kind)
@@ -426,7 +431,11 @@ def test_names_that_cannot_be_opened(tmp_path, monkeypatch, path, message):
 
 
 @pytest.mark.parametrize(
-    ("dataset", "message"), [("hf", "neither a folder nor"), ("folder", "whose folder --dataset hf reads")]
+    ("dataset", "message"),
+    [
+        ("hf", "neither a folder nor"),
+        ("folder", "whose folder --dataset hf reads"),
+    ],
 )
 def test_a_file_of_parquet_is_no_folder(stored, dataset, message):
     with pytest.raises(ValueError, match=message):

@@ -132,7 +132,12 @@ def test_bands_that_a_file_lacks_are_invalid(tmp_path, form):
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
 @pytest.mark.parametrize(
-    ("form", "bands"), [*[(form, (0, 1, 2)) for form in FORMS], ("npy", (2,)), ("contiguous", (2,))]
+    ("form", "bands"),
+    [
+        *[(form, (0, 1, 2)) for form in FORMS],
+        ("npy", (2,)),
+        ("contiguous", (2,)),
+    ],
 )
 def test_files_of_three_bands_or_of_one_are_taken_as_they_are(tmp_path, form, bands, dtype):
     """Elsewhere three bands become RGB of 8 bits, and so does a grey image if three are wanted."""

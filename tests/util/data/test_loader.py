@@ -26,7 +26,16 @@ SMALL_DISK = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=2m tmpfs /dev
 def batches_from(photos, start_step, num_workers):
     dataset = AddressedDataset(FolderImages(photos), RandomResizedCropFlip(32, seed=2))
     sampler = TokenOrderSampler(8, TokenCounts.from_ratios(64, 0.75, 0.5))
-    addresses = StepBatchSampler(24, 4, 1, rank=0, world_size=1, seed=2, start_step=start_step, end_step=12)
+    addresses = StepBatchSampler(
+        24,
+        4,
+        1,
+        rank=0,
+        world_size=1,
+        seed=2,
+        start_step=start_step,
+        end_step=12,
+    )
     return list(Loader(dataset, addresses, MaskCollator(sampler, seed=2), num_workers=num_workers, for_gpu=False))
 
 
@@ -81,7 +90,15 @@ def test_batches_ahead_fit_into_four_gibibytes(memory, batch_bytes, num_workers,
     assert batches_ahead(batch_bytes, num_workers) == expected
 
 
-@pytest.mark.parametrize(("free", "processes", "expected"), [(64e9, 8, 3), (32e9, 8, 1), (32e9, 4, 3), (16e6, 8, 1)])
+@pytest.mark.parametrize(
+    ("free", "processes", "expected"),
+    [
+        (64e9, 8, 3),
+        (32e9, 8, 1),
+        (32e9, 4, 3),
+        (16e6, 8, 1),
+    ],
+)
 def test_batches_ahead_take_half_of_the_shared_memory_at_most(memory, free, processes, expected):
     memory(free, processes)
     assert batches_ahead(512 * IMAGE, 15) == expected

@@ -16,7 +16,13 @@ from util.data.open import open_everywhere
 
 
 def flags(data_path, **changed):
-    values = dict(dataset="folder", loader="fast", in_chans=3, image_column=None, label_column=None)
+    values = dict(
+        dataset="folder",
+        loader="fast",
+        in_chans=3,
+        image_column=None,
+        label_column=None,
+    )
     return argparse.Namespace(data_path=str(data_path), **(values | changed))
 
 

@@ -54,7 +54,13 @@ def write_tiff(path, array, **options):
     if array.shape[2] == 1:
         tifffile.imwrite(path, array[:, :, 0], **options)
     else:
-        tifffile.imwrite(path, array, photometric="minisblack", planarconfig="contig", **options)
+        tifffile.imwrite(
+            path,
+            array,
+            photometric="minisblack",
+            planarconfig="contig",
+            **options,
+        )
 
 
 def write_pages(path, array):
@@ -144,7 +150,10 @@ def test_grey_of_16_bits_keeps_them_unless_three_channels_are_wanted(tmp_path):
 
 @pytest.mark.parametrize(
     ("in_chans", "reason"),
-    [(3, "with 3 channels images become RGB of 8 bits"), (4, "Pillow reads its colours with 8 bits")],
+    [
+        (3, "with 3 channels images become RGB of 8 bits"),
+        (4, "Pillow reads its colours with 8 bits"),
+    ],
 )
 def test_colours_of_16_bits_lose_them_with_a_warning(tmp_path, in_chans, reason):
     (tmp_path / "0.png").write_bytes(deep_colour_png(in_chans))
@@ -226,7 +235,12 @@ def test_pages_are_no_rgb_image(tmp_path, dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "expected"), [("uint8", RGB8), ("uint16", RGB8), ("float32", PixelFormat(3, "float32"))]
+    ("dtype", "expected"),
+    [
+        ("uint8", RGB8),
+        ("uint16", RGB8),
+        ("float32", PixelFormat(3, "float32")),
+    ],
 )
 def test_three_pages_are_refused_with_advice_that_works(tmp_path, dtype, expected):
     write_pages(tmp_path / "0.tif", pixels(3, dtype))
@@ -306,7 +320,13 @@ def test_bands_that_are_not_read_are_told(tmp_path, bands):
     assert np.array_equal(images.load(0)[0], pixels(bands, "uint8"))
 
 
-@pytest.mark.parametrize(("bands", "invalid"), [(4, InvalidPixels(mask_band=3)), (2, InvalidPixels(bands=((0, 1),)))])
+@pytest.mark.parametrize(
+    ("bands", "invalid"),
+    [
+        (4, InvalidPixels(mask_band=3)),
+        (2, InvalidPixels(bands=((0, 1),))),
+    ],
+)
 def test_nothing_is_lost_where_the_bands_have_a_meaning(tmp_path, bands, invalid):
     photometric = "rgb" if bands > 3 else "minisblack"
     tifffile.imwrite(tmp_path / "0.tif", pixels(bands, "uint8"), photometric=photometric, planarconfig="contig")

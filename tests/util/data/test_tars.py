@@ -167,7 +167,12 @@ def test_images_without_labels_pre_train_and_do_not_fine_tune(tmp_path):
     "U77", "fine-tune on images of one class, or on tars with labels in .json", "refused, says where labels are"
 )
 def test_labels_that_are_not_read(tmp_path):
-    members = [("0.jpg", photo(0)), ("0.json", b"0"), ("1.jpg", photo(1)), ("1.json", b"1")]
+    members = [
+        ("0.jpg", photo(0)),
+        ("0.json", b"0"),
+        ("1.jpg", photo(1)),
+        ("1.json", b"1"),
+    ]
     write(tmp_path / "train-0.tar", members)
     with pytest.raises(ValueError, match="have no labels: put a .cls"):
         open_images("folder", tmp_path, labelled=True)

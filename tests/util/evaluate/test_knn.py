@@ -12,7 +12,16 @@ from util.evaluate.moments import Moments
 NUM_CLASSES = 6
 
 
-def slow_ranking(bank, labels, query, num_classes, k, moments=None, without=None, temperature=0.07):
+def slow_ranking(
+    bank,
+    labels,
+    query,
+    num_classes,
+    k,
+    moments=None,
+    without=None,
+    temperature=0.07,
+):
     """The classes in the order of their votes, by loops over rows: of equal votes the lowest class comes first.
 
     moments: mean and deviation of the channels, for z-scores. without: a row of the bank that does not vote.

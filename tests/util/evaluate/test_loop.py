@@ -28,7 +28,15 @@ def become(monkeypatch, rank, world_size):
     monkeypatch.setattr(collectives, "rank_and_world_size", lambda: (rank, world_size))
 
 
-@pytest.mark.parametrize(("num_images", "world_size"), [(10, 1), (10, 3), (2, 3), (16, 2)])
+@pytest.mark.parametrize(
+    ("num_images", "world_size"),
+    [
+        (10, 1),
+        (10, 3),
+        (2, 3),
+        (16, 2),
+    ],
+)
 def test_the_processes_see_each_image_once_in_full_batches(dataset, monkeypatch, num_images, world_size):
     seen = []
     for rank in range(world_size):
@@ -102,7 +110,13 @@ def test_an_evaluation_that_is_stopped_leaves_no_workers(dataset):
         if workers():
             raise Stopped
 
-    options = EvalContext(Normalize(), nullcontext, batch_size=2, num_workers=1, stop_if_asked=ask)
+    options = EvalContext(
+        Normalize(),
+        nullcontext,
+        batch_size=2,
+        num_workers=1,
+        stop_if_asked=ask,
+    )
     with pytest.raises(Stopped):
         for _ in evaluation_batches(dataset, range(20), options):
             assert workers()

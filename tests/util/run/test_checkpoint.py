@@ -230,7 +230,14 @@ def test_unreadable_files_are_named(tmp_path):
         read_checkpoint(path)
 
 
-@pytest.mark.parametrize(("suffix", "is_zip"), [(".pth", True), (".pth", False), (".safetensors", False)])
+@pytest.mark.parametrize(
+    ("suffix", "is_zip"),
+    [
+        (".pth", True),
+        (".pth", False),
+        (".safetensors", False),
+    ],
+)
 def test_a_file_that_ends_too_early_is_a_damaged_checkpoint(tmp_path, suffix, is_zip):
     """Wherever it ends: none of the errors of torch and safetensors passes for one of the storage."""
     weights = {"w": torch.zeros(100)}
@@ -360,7 +367,14 @@ def test_files_of_other_projects_say_nothing(tmp_path):
     assert read_checkpoint(tmp_path / "other.pth").info == CheckpointInfo()
 
 
-@pytest.mark.parametrize("info", [CheckpointInfo(), info_of_run(), info_of_run(val={"top1": 50.0})])
+@pytest.mark.parametrize(
+    "info",
+    [
+        CheckpointInfo(),
+        info_of_run(),
+        info_of_run(val={"top1": 50.0}),
+    ],
+)
 def test_what_a_checkpoint_says_survives_json(tmp_path, info):
     path = save_checkpoint(tmp_path, 1, {"model": {"w": torch.zeros(1)}}, info.to_json())
     assert read_checkpoint(path).info == read_sidecar(path) == info

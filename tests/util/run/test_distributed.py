@@ -12,7 +12,13 @@ from util.data import loader
 from util.run import distributed, supervise
 from util.run.distributed import Process, slurm_environment
 
-JOB = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "9", "SLURM_PROCID": "6", "SLURM_LOCALID": "2", "SLURM_NODEID": "1"}
+JOB = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "9",
+    "SLURM_PROCID": "6",
+    "SLURM_LOCALID": "2",
+    "SLURM_NODEID": "1",
+}
 JOB |= {"SLURM_JOB_ID": "1234567", "SLURM_JOB_NODELIST": "gpu[07-09]", "SLURM_STEP_TASKS_PER_NODE": "4(x2),1"}
 
 
@@ -62,7 +68,11 @@ def test_the_shell_of_salloc_is_one_process():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"SLURM_JOB_NODELIST": "cpu[1-2]"}, {"SLURM_STEP_TASKS_PER_NODE": "4"}, {"SLURM_STEP_TASKS_PER_NODE": "?"}],
+    [
+        {"SLURM_JOB_NODELIST": "cpu[1-2]"},
+        {"SLURM_STEP_TASKS_PER_NODE": "4"},
+        {"SLURM_STEP_TASKS_PER_NODE": "?"},
+    ],
 )
 def test_an_incomplete_environment_is_an_error(scontrol, changes):
     with pytest.raises(
@@ -106,7 +116,13 @@ def test_a_process_uses_its_own_gpu(monkeypatch, num_gpus, environment, chosen):
             distributed.gpu_index(2, environment)
 
 
-@pytest.mark.parametrize(("device", "backend", "bound"), [("cuda:2", "nccl", "cuda:2"), ("cpu", "gloo", None)])
+@pytest.mark.parametrize(
+    ("device", "backend", "bound"),
+    [
+        ("cuda:2", "nccl", "cuda:2"),
+        ("cpu", "gloo", None),
+    ],
+)
 def test_nccl_connects_at_once_on_the_gpu_of_the_process(monkeypatch, device, backend, bound):
     calls = []
     stand_in = SimpleNamespace(

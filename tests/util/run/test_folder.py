@@ -112,7 +112,14 @@ def test_a_finished_checkpoint_that_is_damaged_never_leads_to_a_start_from_scrat
         find_checkpoint(tmp_path, "auto")
 
 
-@pytest.mark.parametrize(("rank", "is_named", "num_hashes"), [(0, False, 1), (1, False, 2), (0, True, 1)])
+@pytest.mark.parametrize(
+    ("rank", "is_named", "num_hashes"),
+    [
+        (0, False, 1),
+        (1, False, 2),
+        (0, True, 1),
+    ],
+)
 def test_rank_0_hashes_a_checkpoint_once(tmp_path, monkeypatch, rank, is_named, num_hashes):
     """As it chooses the file. Other ranks hash it as they read it."""
     saved = save(tmp_path / "first", 7)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import main_pretrain
 from tests.runs import info_of_run, pretrain
@@ -56,7 +57,11 @@ def test_changes_of_results_are_found(changes, said):
 
 
 @pytest.mark.parametrize(
-    ("chosen", "said"), [([], []), (["target"], ["--target is unknown to the checkpoint and now is x"])]
+    ("chosen", "said"),
+    [
+        ([], []),
+        (["target"], ["--target is unknown to the checkpoint and now is x"]),
+    ],
 )
 def test_a_flag_that_is_newer_than_the_checkpoint_is_a_change_if_it_is_chosen(chosen, said):
     assert find_changes(BEFORE, other({"target": "x"}), CHANGES, chosen) == said
@@ -213,7 +218,12 @@ def make_a_step(model, optimizer):
 def test_a_mapped_checkpoint_gives_the_same_state_and_is_never_written_to(tmp_path):
     model, optimizer = model_and_optimizer()
     make_a_step(model, optimizer)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": {"scale": 4.0}, "meter": {}}
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scaler": {"scale": 4.0},
+        "meter": {},
+    }
     path = save_checkpoint(tmp_path, 1, state, info_of_run().to_json())
     make_a_step(model, optimizer)
     for mmap in (False, True):
@@ -222,6 +232,6 @@ def test_a_mapped_checkpoint_gives_the_same_state_and_is_never_written_to(tmp_pa
         assert training == {"scaler": {"scale": 4.0}, "meter": {}}
         assert (str(path) in mapped_files()) == mmap
         make_a_step(ours, our_optimizer)
-        torch.testing.assert_close(ours.state_dict(), model.state_dict(), rtol=0, atol=0)
-        torch.testing.assert_close(our_optimizer.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
+        assert_close(ours.state_dict(), model.state_dict(), rtol=0, atol=0)
+        assert_close(our_optimizer.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
     refuse_damage(path)

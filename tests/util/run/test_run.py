@@ -124,7 +124,15 @@ def test_while_a_run_trains_cudnn_measures_its_kernels_and_garbage_collection_sk
 
 
 @pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize(("rank", "local_rank", "hashes"), [(0, 0, False), (1, 1, False), (8, 0, True), (9, 1, False)])
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "hashes"),
+    [
+        (0, 0, False),
+        (1, 1, False),
+        (8, 0, True),
+        (9, 1, False),
+    ],
+)
 def test_one_process_of_each_node_hashes_the_checkpoint(monkeypatch, tmp_path, rank, local_rank, hashes, shard):
     """Rank 0 has done so before. If the model is sharded, the processes of a node share the pages of the file."""
     monkeypatch.setattr(run_module, "restore", lambda path, is_verified, *_, mmap: (is_verified, mmap))

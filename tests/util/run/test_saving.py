@@ -428,7 +428,14 @@ def _save_slowly(rank, folder, is_full, final):
     return {"is_written": (folder / "written").exists(), "raised": raised}
 
 
-@pytest.mark.parametrize(("is_full", "final"), [(False, True), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("is_full", "final"),
+    [
+        (False, True),
+        (True, True),
+        (False, False),
+    ],
+)
 def test_no_rank_goes_on_before_the_checkpoint_is_written(tmp_path, is_full, final):
     """A rank that ends earlier makes torchrun or srun kill rank 0 in the middle of its write."""
     said = "checkpoint-7.pth could not be written (No space left on device), and no step of this run is saved"

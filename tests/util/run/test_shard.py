@@ -11,6 +11,7 @@ import pytest
 import torch
 from timm.optim import param_groups_weight_decay
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
 
 from encoders.models_relative_vit import RelativeBlock
 from encoders.models_swin import SwinBlock, swin_micro_patch4_window4
@@ -50,7 +51,14 @@ def test_blocks_of_finds_every_block_of_encoder_and_decoders(name):
     assert set(shard.blocks_of(model)) == blocks
 
 
-@pytest.mark.parametrize(("dist_timeout", "compiles", "minutes"), [(60, False, 35), (7200, False, 125), (60, True, 65)])
+@pytest.mark.parametrize(
+    ("dist_timeout", "compiles", "minutes"),
+    [
+        (60, False, 35),
+        (7200, False, 125),
+        (60, True, 65),
+    ],
+)
 def test_the_groups_of_replicas_fail_no_sooner_than_that_of_all_ranks(monkeypatch, dist_timeout, compiles, minutes):
     """Their own default may come before the watchdog, which says what it waits for."""
     timeouts = []
@@ -178,7 +186,7 @@ def _assert_as_ddp(rank, name, **options):
             assert ours == theirs, name
         else:
             assert ours == pytest.approx(theirs, rel=1e-4), name
-    torch.testing.assert_close(sharded.weights, ddp.weights, rtol=0, atol=1e-6)
+    assert_close(sharded.weights, ddp.weights, rtol=0, atol=1e-6)
     for key, value in ddp.weights.items():
         assert sharded.weights[key].stride() == value.stride(), key
     assert sharded.moments["param_groups"] == ddp.moments["param_groups"]
@@ -186,7 +194,7 @@ def _assert_as_ddp(rank, name, **options):
     for number, state in ddp.moments["state"].items():
         for key, value in state.items():
             largest = float(value.abs().max().clamp(min=1e-12))
-            torch.testing.assert_close(sharded.moments["state"][number][key], value, rtol=0, atol=1e-4 * largest)
+            assert_close(sharded.moments["state"][number][key], value, rtol=0, atol=1e-4 * largest)
     # One row cannot be sharded: rank 0 holds class token, mask token and position table.
     assert sharded.num_parameters < 0.55 * ddp.num_parameters, name
     assert sharded.num_moments < 0.53 * ddp.num_moments, name
@@ -229,8 +237,8 @@ def _rows(rank):
     undisturbed = _train(rank, name, True, steps=3)
     part = _train(rank, name, True, steps=2)
     resumed = _train(rank, name, True, steps=3, start=2, state=(part.weights, part.moments))
-    torch.testing.assert_close(resumed.weights, undisturbed.weights, rtol=0, atol=0)
-    torch.testing.assert_close(resumed.moments["state"], undisturbed.moments["state"], rtol=0, atol=0)
+    assert_close(resumed.weights, undisturbed.weights, rtol=0, atol=0)
+    assert_close(resumed.moments["state"], undisturbed.moments["state"], rtol=0, atol=0)
     return sum(value.double().sum().item() for value in resumed.weights.values())
 
 
@@ -240,7 +248,17 @@ def test_rows_of_shards_equal_ddp_stay_equal_and_resume_bit_for_bit():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "shards"), [(1, 1), (2, 2), (8, 8), (12, 12), (13, 13), (16, 8), (20, 10), (1024, 8)]
+    ("ranks", "shards"),
+    [
+        (1, 1),
+        (2, 2),
+        (8, 8),
+        (12, 12),
+        (13, 13),
+        (16, 8),
+        (20, 10),
+        (1024, 8),
+    ],
 )
 def test_a_row_has_eight_ranks_or_the_next_divisor(ranks, shards):
     assert shard.num_shards(ranks) == shards
@@ -252,7 +270,7 @@ def _reshard(rank):
     twice = _train(rank, name, True)
     once = _train(rank, name, True, reshard=False)
     assert once.logged == twice.logged
-    torch.testing.assert_close(once.weights, twice.weights, rtol=0, atol=0)
+    assert_close(once.weights, twice.weights, rtol=0, atol=0)
     for reshard in (True, False):
         _, model, _ = a_loop(name, True, reshard=reshard)
         imgs, _, *orders = next(batches_of(name, model, rank, 1))
@@ -326,7 +344,7 @@ def test_a_run_may_change_between_sharded_and_not_and_the_number_of_processes(ph
     assert "at step 4" in out
     assert "warning" not in out
     parts = contents(newest_checkpoint(tmp_path / "parts")[0])
-    torch.testing.assert_close(parts["model"], dict(whole["model"]), rtol=1e-3, atol=1e-5)
+    assert_close(parts["model"], dict(whole["model"]), rtol=1e-3, atol=1e-5)
     assert parts["optimizer"]["state"].keys() == whole["optimizer"]["state"].keys()
     losses = [report["loss"] for report in reports(tmp_path / "whole")]
     assert [report["loss"] for report in reports(tmp_path / "parts")] == pytest.approx(losses, rel=1e-4)
@@ -354,7 +372,13 @@ def test_shard_without_a_process_group_is_an_error(photos, tmp_path, capsys):
 @pytest.fixture
 def alone(monkeypatch):
     """The environment of torchrun with one process."""
-    environment = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=reserve_port())
+    environment = dict(
+        RANK=0,
+        LOCAL_RANK=0,
+        WORLD_SIZE=1,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=reserve_port(),
+    )
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
 

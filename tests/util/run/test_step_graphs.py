@@ -72,7 +72,15 @@ def a_run(has_graphs, device=CPU, **options):
     model = mae_vit_micro_patch4(throw_ratio=0.5, drop_path_rate=0.2).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     graphs = StepGraphs(optimizer, device) if has_graphs else None
-    return a_driver(model, optimizer, rate, device=str(device), graphs=graphs, clip_grad=0.5, **options)
+    return a_driver(
+        model,
+        optimizer,
+        rate,
+        device=str(device),
+        graphs=graphs,
+        clip_grad=0.5,
+        **options,
+    )
 
 
 def assert_same(ours, theirs):

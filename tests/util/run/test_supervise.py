@@ -86,7 +86,13 @@ if __name__ == "__main__":
 def test_an_error_while_workers_load_ends_the_program_and_no_other_child(tmp_path):
     """The loader still exists at exit, so its workers are left to multiprocessing, whose TERM they ignore."""
     program = PROGRAM.format(file=str(tmp_path / "lived"))
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "[0]\n", "")
     assert (tmp_path / "lived").exists()  # the user's own child process was not killed
 
@@ -106,7 +112,13 @@ with StopSignal(torch.device("cpu")) as stop:
 @pytest.mark.parametrize(("prefix", "said"), [([], "True SIGHUP\n"), (["nohup"], "False None\n")])
 def test_a_closed_terminal_stops_a_run_unless_nohup_says_otherwise(prefix, said):
     command = [*prefix, sys.executable, "-c", HUP]
-    options = dict(cwd=ROOT, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
+    options = dict(
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        stdin=subprocess.DEVNULL,
+    )
     ended = subprocess.run(command, **options)
     assert ended.stdout == said, ended.stderr
 
@@ -229,7 +241,14 @@ def test_a_process_that_waits_for_the_writer_has_half_an_hour(rank, limit):
         assert patient.limit == 7200
 
 
-@pytest.mark.parametrize(("backend", "margin"), [("nccl", 120), ("gloo", 2400), (None, 2400)])
+@pytest.mark.parametrize(
+    ("backend", "margin"),
+    [
+        ("nccl", 120),
+        ("gloo", 2400),
+        (None, 2400),
+    ],
+)
 def test_native_code_that_holds_the_gil_has_little_time_where_a_gpu_may_hang(monkeypatch, backend, margin):
     """A launch of compiled code holds it, while the queue of a GPU is full. Elsewhere a process may be suspended."""
     group = SimpleNamespace(is_initialized=lambda: backend is not None, get_backend=lambda: backend)
@@ -283,7 +302,12 @@ def test_a_process_in_a_collective_says_that_it_waits(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dist_timeout", "compiles", "expected"), [(600, True, 3600), (600, False, 600), (1e4, True, 1e4)]
+    ("dist_timeout", "compiles", "expected"),
+    [
+        (600, True, 3600),
+        (600, False, 600),
+        (1e4, True, 1e4),
+    ],
 )
 def test_an_hour_is_enough_to_compile(dist_timeout, compiles, expected):
     assert supervise.first_timeout(dist_timeout, compiles) == expected
