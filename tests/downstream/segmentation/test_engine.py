@@ -23,11 +23,12 @@ from util.data.images import ImageError
 
 def test_scores_by_hand():
     """Class 2 is never there and never predicted; class 3 is predicted but never there."""
-    truth = torch.tensor([[0, 0, 0, 1], [1, 1, IGNORE, IGNORE]])
-    predicted = torch.tensor([[0, 0, 1, 1], [1, 3, 0, 2]])
+    truth = torch.tensor([0, 0, 0, 1, 1, 1, IGNORE, IGNORE])
+    predicted = torch.tensor([0, 0, 1, 1, 1, 3, 0, 2])
     scores = segmentation_scores(count_pixels(predicted, truth, 4))
-    assert scores["iou"] == [pytest.approx(100 * 2 / 3), pytest.approx(100 * 2 / 4), None, 0.0]
-    assert scores["acc"] == [pytest.approx(100 * 2 / 3), pytest.approx(100 * 2 / 3), None, None]
+    two_thirds = pytest.approx(100 * 2 / 3)
+    assert scores["iou"] == [two_thirds, 50.0, None, 0.0]
+    assert scores["acc"] == [two_thirds, two_thirds, None, None]
     assert scores["miou"] == pytest.approx(100 * (2 / 3 + 1 / 2 + 0) / 3)
     assert scores["macc"] == pytest.approx(100 * 2 / 3)
     assert scores["aacc"] == pytest.approx(100 * 4 / 6)
@@ -62,7 +63,8 @@ def test_scores_against_torchmetrics():
     iou, accuracy = torchmetrics_scores(predicted, truth, average=None)
     assert scores["iou"] == pytest.approx(iou)
     assert scores["acc"] == pytest.approx(accuracy)
-    assert scores["aacc"] == pytest.approx(torchmetrics_scores(predicted, truth, average="micro")[1])
+    _, of_all_pixels = torchmetrics_scores(predicted, truth, average="micro")
+    assert scores["aacc"] == pytest.approx(of_all_pixels)
 
 
 def test_absent_classes_against_torchmetrics():
@@ -75,7 +77,9 @@ def test_absent_classes_against_torchmetrics():
     scores = segmentation_scores(count_pixels(predicted, truth, 6))
     assert scores["iou"][2] is None
     assert scores["acc"][5] is None
-    assert (scores["miou"], scores["macc"]) == pytest.approx(torchmetrics_scores(predicted, truth, average="macro"))
+    iou, accuracy = torchmetrics_scores(predicted, truth, average="macro")
+    assert scores["miou"] == pytest.approx(iou)
+    assert scores["macc"] == pytest.approx(accuracy)
 
 
 # ----------------------------------------------------------------------------------------------------------- losses
@@ -101,13 +105,16 @@ def test_losses_by_definition(mean_over_valid, count):
     aux = torch.randn(2, 3, 4, 6)
     losses = segmentation_losses({"decode": decode, "aux": aux}, labels, mean_over_valid)
     upsampled = F.interpolate(decode, scale_factor=2, mode="bilinear")
-    assert losses["decode"].item() == pytest.approx(slow_loss(upsampled, labels) / count, rel=1e-5)
-    assert losses["aux"].item() == pytest.approx(0.4 * slow_loss(aux, labels) / count, rel=1e-5)
+    of_decode = slow_loss(upsampled, labels) / count
+    of_aux = 0.4 * slow_loss(aux, labels) / count
+    assert losses["decode"].item() == pytest.approx(of_decode, rel=1e-5)
+    assert losses["aux"].item() == pytest.approx(of_aux, rel=1e-5)
 
 
 def test_the_loss_without_labelled_pixels_is_0():
     labels = torch.full((2, 4, 6), IGNORE, dtype=torch.uint8)
-    assert segmentation_losses({"decode": torch.randn(2, 3, 2, 3)}, labels, True)["decode"] == 0
+    losses = segmentation_losses({"decode": torch.randn(2, 3, 2, 3)}, labels, True)
+    assert losses["decode"] == 0
 
 
 def logits_and_labels():
@@ -121,14 +128,15 @@ def logits_and_labels():
 def _loss_of_share(rank):
     logits, labels = logits_and_labels()
     share = slice(2 * rank, 2 * rank + 2)
-    return segmentation_losses({"decode": logits[share]}, labels[share], True)["decode"].item()
+    losses = segmentation_losses({"decode": logits[share]}, labels[share], True)
+    return losses["decode"].item()
 
 
 def test_the_mean_over_labelled_pixels_is_that_of_all_processes():
     first, second = run_in_two_processes(_loss_of_share)
     logits, labels = logits_and_labels()
-    whole = segmentation_losses({"decode": logits}, labels, True)["decode"].item()
-    assert (first + second) / 2 == pytest.approx(whole)
+    whole = segmentation_losses({"decode": logits}, labels, True)
+    assert (first + second) / 2 == pytest.approx(whole["decode"].item())
 
 
 # -------------------------------------------------------------------------------------------------- slide inference
@@ -157,7 +165,8 @@ def test_slide_inference_of_a_constant_model_is_whole_inference(size):
 
     img = torch.randn(3, *size, dtype=torch.float64)
     logits = slide_logits(predict, img, (16, 16), 10)
-    assert_close(logits.double(), predict(img[None])[0], rtol=1e-5, atol=1e-5)
+    whole = predict(img[None])[0]
+    assert_close(logits.double(), whole, rtol=1e-5, atol=1e-5)
 
 
 def test_slide_inference_is_the_mean_over_windows():
@@ -166,7 +175,7 @@ def test_slide_inference_is_the_mean_over_windows():
 
     def predict(imgs):
         sizes.append(len(imgs))
-        return torch.stack([imgs[:, 0], imgs[:, 1] + imgs.mean(dim=(1, 2, 3))[:, None, None]], dim=1)
+        return imgs + imgs.mean(dim=(1, 2, 3), keepdim=True)
 
     img = torch.randn(2, 20, 23)
     total = torch.zeros(2, 20, 23)
@@ -175,10 +184,12 @@ def test_slide_inference_is_the_mean_over_windows():
         for left in (0, 5, 10, 15):
             rows = slice(top, top + 8)
             columns = slice(left, left + 8)
-            total[:, rows, columns] += predict(img[None, :, rows, columns])[0]
+            window = img[:, rows, columns]
+            total[:, rows, columns] += predict(window[None])[0]
             count[rows, columns] += 1
     sizes.clear()
-    assert_close(slide_logits(predict, img, (8, 8), 5), total / count)
+    logits = slide_logits(predict, img, (8, 8), 5)
+    assert_close(logits, total / count)
     assert sizes == [8, 8]
 
 
@@ -207,7 +218,8 @@ def test_a_picture_shows_image_truth_and_prediction():
     img = np.full((10, 20, 3), 9, np.uint8)
     truth = np.full((10, 20), IGNORE, np.uint8)
     predicted = np.full((10, 20), 1)
-    picture = draw_predictions([(img, truth, predicted)] * 2, np.array([[1, 1, 1], [200, 10, 20]], np.uint8))
+    colors = np.array([[1, 1, 1], [200, 10, 20]], np.uint8)
+    picture = draw_predictions([(img, truth, predicted)] * 2, colors)
     assert picture.shape == (20 + 2 * 198, 3 * 198 + 6, 3)
     shown, black, red = picture[100, 56::198]  # in the upper part of the panels
     assert shown.tolist() == [9, 9, 9]

@@ -32,8 +32,9 @@ UNIT = {"uint8": 255, "uint16": 65535, "float32": 1}
 
 def pixels(channels, dtype, size=(40, 52), seed=0):
     """Smooth random images, so that crops have something to show; floats also lie outside [0, 1]."""
-    coarse = torch.from_numpy(np.random.default_rng(seed).random((1, channels, 6, 7)))
-    smooth = F.interpolate(coarse, size=size, mode="bilinear")[0].permute(1, 2, 0).numpy()
+    coarse = np.random.default_rng(seed).random((1, channels, 6, 7))
+    (fine,) = F.interpolate(torch.from_numpy(coarse), size=size, mode="bilinear")
+    smooth = fine.permute(1, 2, 0).numpy()
     if dtype == "float32":
         return (300 * smooth - 100).astype(np.float32)
     return (smooth * np.iinfo(dtype).max).round().astype(dtype)
@@ -48,6 +49,12 @@ def save_arrays(folder, *arrays):
     for i, array in enumerate(arrays):
         np.save(folder / f"{i}.npy", array)
     return folder
+
+
+def assert_loads(images, number, expected):
+    img, _ = images.load(number)
+    assert img.dtype == expected.dtype
+    np.testing.assert_array_equal(img, expected)
 
 
 def write_tiff(path, array, **options):
@@ -71,9 +78,13 @@ def write_planes(path, array):
     tifffile.imwrite(path, np.moveaxis(array, -1, 0), photometric="minisblack", planarconfig="separate")
 
 
+def write_big_endian(path, array):
+    np.save(path, array.astype(array.dtype.newbyteorder(">")))
+
+
 FORMS = {  # the ways in which users store an array [H, W, C]: (ending, writer)
     "npy": (".npy", np.save),
-    "big-endian npy": (".npy", lambda path, array: np.save(path, array.astype(array.dtype.newbyteorder(">")))),
+    "big-endian npy": (".npy", write_big_endian),
     "Fortran npy": (".npy", lambda path, array: np.save(path, np.asfortranarray(array))),
     "contiguous": (".tif", lambda path, array: write_tiff(path, array, compression="zlib")),
     "big-endian": (".tif", lambda path, array: write_tiff(path, array, byteorder=">")),
@@ -120,10 +131,11 @@ def test_pictures_keep_their_channels_unless_three_are_wanted(tmp_path, kind):
     if kind == "two colours":
         expected = 255 * expected
     assert images.pixel_format == own_format
-    assert np.array_equal(images.load(0)[0], expected.reshape(40, 52, -1))
+    assert_loads(images, 0, expected.reshape(40, 52, -1))
     assert rgb.pixel_format == RGB8
     assert rgb.notes == []
-    assert np.array_equal(rgb.load(0)[0], np.asarray(picture.convert("RGB")))
+    expected = np.asarray(picture.convert("RGB"))
+    assert_loads(rgb, 0, expected)
 
 
 def test_three_bands_of_8_bits_without_colours_are_read_as_they_are(tmp_path):
@@ -133,16 +145,17 @@ def test_three_bands_of_8_bits_without_colours_are_read_as_they_are(tmp_path):
     images = open_images("folder", tmp_path)
     assert images.pixel_format == RGB8
     for i in range(2):
-        assert np.array_equal(images.load(i)[0], pixels(3, "uint8", seed=i))
+        assert_loads(images, i, pixels(3, "uint8", seed=i))
 
 
 def test_grey_of_16_bits_keeps_them_unless_three_channels_are_wanted(tmp_path):
     Image.fromarray(GREY16).save(tmp_path / "0.png")
     images = open_images("folder", tmp_path, in_chans=1)
     assert images.pixel_format == PixelFormat(1, "uint16")
-    assert np.array_equal(images.load(0)[0], GREY16[:, :, None])
+    assert_loads(images, 0, GREY16[:, :, None])
     rgb = open_images("folder", tmp_path)
-    assert np.array_equal(rgb.load(0)[0][:, :, 1], np.rint(GREY16 / 257))
+    img, _ = rgb.load(0)
+    assert np.array_equal(img[:, :, 1], np.rint(GREY16 / 257))
     (note,) = rgb.notes
     lost = f"{str(tmp_path / '0.png')!r} has 16 bits, but with 3 channels images become RGB of 8 bits"
     assert note == f"warning: {lost}: give --in_chans 1 to keep 16 bits"
@@ -167,7 +180,7 @@ def test_colours_of_16_bits_lose_them_with_a_warning(tmp_path, in_chans, reason)
 def test_three_bands_keep_their_depth_where_pillow_reads_nothing(tmp_path, dtype):
     images = open_images("folder", save_arrays(tmp_path, pixels(3, dtype)))
     assert images.pixel_format == PixelFormat(3, dtype)
-    assert np.array_equal(images.load(0)[0], pixels(3, dtype))
+    assert_loads(images, 0, pixels(3, dtype))
 
 
 def test_three_bands_of_floats_in_a_tiff(tmp_path):
@@ -177,20 +190,21 @@ def test_three_bands_of_floats_in_a_tiff(tmp_path):
 
 def test_two_dimensions_are_one_channel(tmp_path):
     images = open_images("folder", save_arrays(tmp_path, GREY16), in_chans=1)
-    assert np.array_equal(images.load(0)[0], GREY16[:, :, None])
+    assert_loads(images, 0, GREY16[:, :, None])
 
 
 def test_a_packed_folder_is_the_folder(tmp_path, capsys):
-    for name in "ab":
-        (tmp_path / "data" / "train" / name).mkdir(parents=True)
-        write_tiff(tmp_path / "data" / "train" / name / "0.tif", pixels(5, "uint16", seed=ord(name)))
+    for seed, name in enumerate("ab"):
+        folder = tmp_path / "data" / "train" / name
+        folder.mkdir(parents=True)
+        write_tiff(folder / "0.tif", pixels(5, "uint16", seed=seed))
     flags = ["--in_chans", "5", "--workers", "1"]
     pack_dataset.main([str(tmp_path / "data"), str(tmp_path / "packed"), *flags])
     folder = open_images("folder", tmp_path / "data", in_chans=5)
     packed = open_images("folder", tmp_path / "packed", in_chans=5)
     assert folder.fingerprint() == packed.fingerprint()
     for i in range(2):
-        assert np.array_equal(folder.load(i)[0], packed.load(i)[0])
+        assert_loads(folder, i, packed.load(i)[0])
     with pytest.raises(SystemExit):
         pack_dataset.main([str(tmp_path / "data"), str(tmp_path / "jpegs"), *flags, "--quality", "90"])
     assert "--quality makes JPEGs of RGB images" in capsys.readouterr().err
@@ -222,7 +236,8 @@ def test_an_array_whose_rows_became_pages_is_named_with_its_channels(tmp_path, d
         assert "it has 40 pages of 52 x 5 values: save each image in one page" in message
         assert "give --in_chans 5 if each page is a row of an array [H, W, C]" in message
         assert "give --in_chans 40 if each page is a channel" in message
-    assert np.array_equal(open_images("folder", tmp_path, in_chans=5).load(0)[0], array)
+    images = open_images("folder", tmp_path, in_chans=5)
+    assert_loads(images, 0, array)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -251,7 +266,8 @@ def test_three_pages_are_refused_with_advice_that_works(tmp_path, dtype, expecte
 
 
 def test_two_rgb_images_in_a_file_are_refused(tmp_path):
-    tifffile.imwrite(tmp_path / "0.tif", np.stack([pixels(3, "uint8")] * 2), photometric="rgb")
+    two_images = np.stack([pixels(3, "uint8")] * 2)
+    tifffile.imwrite(tmp_path / "0.tif", two_images, photometric="rgb")
     assert "it has 2 pages of 3 channels: save each page as a file of its own" in refused(tmp_path)
 
 
@@ -263,7 +279,7 @@ def test_pages_that_the_check_has_not_seen_are_no_rgb_image(tmp_path):
     images = FolderImages(tmp_path)
     images.num_checked = 2
     images.check()
-    assert np.array_equal(images.load(0)[0], pixels(3, "uint8"))
+    assert_loads(images, 0, pixels(3, "uint8"))
     with pytest.raises(ImageError, match="1.tif' cannot be decoded: it has 5 pages of 40 x 52 values"):
         images.load(1)
 
@@ -273,11 +289,12 @@ def test_thumbnails_are_no_pages(tmp_path, flags):
     array = pixels(3, "uint8")
     with tifffile.TiffWriter(tmp_path / "0.tif") as file:
         file.write(array, photometric="rgb", metadata=None)
-        file.write(pixels(3, "uint8", size=(10, 13)), photometric="rgb", metadata=None, **flags)
+        thumbnail = pixels(3, "uint8", size=(10, 13))
+        file.write(thumbnail, photometric="rgb", metadata=None, **flags)
     images = open_images("folder", tmp_path)
     assert images.pixel_format == RGB8
     assert images.notes == []
-    assert np.array_equal(images.load(0)[0], array)
+    assert_loads(images, 0, array)
 
 
 def test_a_name_says_nothing_about_bits(tmp_path):
@@ -317,7 +334,7 @@ def test_bands_that_are_not_read_are_told(tmp_path, bands):
     assert f"has {bands} bands, but with 3 channels images become RGB of 8 bits: give --in_chans {bands}" in note
     images = open_images("folder", tmp_path, in_chans=bands)
     assert images.notes == []
-    assert np.array_equal(images.load(0)[0], pixels(bands, "uint8"))
+    assert_loads(images, 0, pixels(bands, "uint8"))
 
 
 @pytest.mark.parametrize(
@@ -347,7 +364,8 @@ def test_an_ome_tiff_whose_bands_are_in_several_files_is_refused(tmp_path):
         plane = pixels(1, "uint8", seed=i)[:, :, 0]
         tifffile.imwrite(tmp_path / f"{i}.ome.tif", plane, description=OME.format(i), metadata=None)
     assert "some of its bands are in other files" in refused(tmp_path, in_chans=2)
-    for source in (str(tmp_path / "0.ome.tif"), io.BytesIO((tmp_path / "0.ome.tif").read_bytes())):
+    path = tmp_path / "0.ome.tif"
+    for source in (str(path), io.BytesIO(path.read_bytes())):
         with pytest.raises(FormatError, match="some of its bands are in other files"):
             read_format(source, in_chans=2)
 
@@ -360,7 +378,8 @@ def test_an_ome_tiff_of_one_image_is_read_and_one_of_two_is_refused(tmp_path):
         with tifffile.TiffWriter(folder / "0.ome.tif", ome=True) as file:
             for _ in range(number):
                 file.write(array, photometric="minisblack", metadata={"axes": "CYX"})
-    assert np.array_equal(open_images("folder", tmp_path / "1", in_chans=2).load(0)[0], pixels(2, "uint16"))
+    images = open_images("folder", tmp_path / "1", in_chans=2)
+    assert_loads(images, 0, pixels(2, "uint16"))
     assert "it has 2 images of one size: save each in a file of its own" in refused(tmp_path / "2", in_chans=2)
 
 
@@ -376,7 +395,7 @@ def test_overviews_and_masks_are_no_pages(tmp_path):
         if file.tag_v2.get(254) != 4:
             pytest.skip("this Pillow writes no kinds of pages")
     images = open_images("folder", tmp_path)
-    assert np.array_equal(images.load(0)[0], array)
+    assert_loads(images, 0, array)
     assert images.notes == []
 
 
@@ -384,7 +403,8 @@ def test_an_image_of_one_channel_and_three_axes_is_no_stack(tmp_path):
     array = pixels(1, "uint16")
     tifffile.imwrite(tmp_path / "0.tif", array)
     assert "has 1 channel of uint16, but the model takes 5 channels" in refused(tmp_path, in_chans=5)
-    assert np.array_equal(open_images("folder", tmp_path, in_chans=1).load(0)[0], array)
+    images = open_images("folder", tmp_path, in_chans=1)
+    assert_loads(images, 0, array)
 
 
 @pytest.mark.parametrize(
@@ -461,7 +481,8 @@ def test_damaged_files_are_named(tmp_path, form):
 
 def test_an_image_of_another_format_is_unreadable(tmp_path):
     """One that the sample of headers has missed."""
-    images = FolderImages(save_arrays(tmp_path, pixels(5, "uint16"), pixels(5, "float32")), in_chans=5)
+    save_arrays(tmp_path, pixels(5, "uint16"), pixels(5, "float32"))
+    images = FolderImages(tmp_path, in_chans=5)
     images.num_checked = 1
     images.check()
     images.load(0)
@@ -492,7 +513,8 @@ def test_crops_equal_those_of_rgb_channel_by_channel(kind, channels, reference):
         assert crop.is_contiguous()
         for c in range(channels):
             rgb = np.repeat(array[:, :, [c]], 3, axis=2)
-            assert torch.equal(crop[c], transform(tensor(rgb), 2, index)[0])
+            expected = transform(tensor(rgb), 2, index)
+            assert torch.equal(crop[c], expected[0])
 
 
 @pytest.mark.parametrize("reference", [False, True])
@@ -510,7 +532,8 @@ def test_deep_pixels_are_cropped_like_those_of_8_bits(kind, reference):
     floats = floats.double()
     assert (deep - crop).abs().max() <= 1.6
     assert (floats - crop).abs().max() <= 1.6
-    assert (deep - floats.clamp(0, 255)).abs().max() <= 0.501 / 257 + 1e-4
+    rounding = deep - floats.clamp(0, 255)
+    assert rounding.abs().max() <= 0.501 / 257 + 1e-4
 
 
 def bicubic(x):
@@ -530,7 +553,8 @@ def antialias_matrix(length, wanted):
     rows = []
     for i in range(wanted):
         centre = (i + 0.5) * scale
-        weights = np.array([bicubic((j + 0.5 - centre) / width) for j in range(length)])
+        distances = (np.arange(length) + 0.5 - centre) / width
+        weights = np.array([bicubic(x) for x in distances])
         rows.append(weights / weights.sum())
     return np.array(rows)
 
@@ -539,8 +563,9 @@ def test_a_resize_of_16_bits_equals_float64():
     array = pixels(5, "uint16")
     rows = antialias_matrix(40, 23)
     columns = antialias_matrix(52, 31)
-    expected = np.einsum("ih,hwc,jw->cij", rows, array.astype(np.float64), columns).round().clip(0, 65535)
-    resized = resize(tensor(array), (23, 31)).numpy().astype(np.float64)
+    values = np.einsum("ih,hwc,jw->cij", rows, array, columns)
+    expected = values.round().clip(0, 65535)
+    resized = resize(tensor(array), (23, 31)).double().numpy()
     assert np.abs(resized - expected).max() <= 1
     assert (resized == expected).mean() > 0.9
 
@@ -565,21 +590,27 @@ def test_normalisation_equals_float64(dtype):
     normalize = Normalize(mean, std, PixelFormat(5, dtype))
     normalised = normalize(tensor(array)[None])
     assert normalised.dtype == torch.float32
-    np.testing.assert_allclose(normalised[0].permute(1, 2, 0).numpy(), expected, rtol=1e-5, atol=1e-5)
+    found = normalised[0].permute(1, 2, 0)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     shown = ((expected + 2) / 4).clip(0, 1)
     if dtype == "uint8":
         shown = array / 255
-    np.testing.assert_allclose(normalize.undo(normalised)[0].permute(1, 2, 0).numpy(), shown, atol=1e-5)
+    (undone,) = normalize.undo(normalised)
+    np.testing.assert_allclose(undone.permute(1, 2, 0), shown, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("number", "chosen"), [(256, range(9)), (3, (0, 4, 8))])
 def test_statistics_equal_a_loop_in_float64(tmp_path, dtype, number, chosen):
-    arrays = [pixels(3, dtype, size=(20 + i, 30), seed=i) for i in range(9)]
-    if dtype == "float32":  # squares of such values have few digits left in float32
-        arrays = [array + np.float32(30_000) for array in arrays]
+    arrays = []
+    for i in range(9):
+        array = pixels(3, dtype, size=(20 + i, 30), seed=i)
+        if dtype == "float32":
+            array += 30_000  # squares of such values have few digits left in float32
+        arrays.append(array)
     images = open_images("folder", save_arrays(tmp_path, *arrays))
-    values = np.concatenate([arrays[i].reshape(-1, 3).astype(np.float64) for i in chosen]) / UNIT[dtype]
+    chosen_arrays = [arrays[i].reshape(-1, 3) for i in chosen]
+    values = np.concatenate(chosen_arrays).astype(np.float64) / UNIT[dtype]
     (mean, std), count, _ = measure_statistics(images, number)
     assert count == len(chosen)
     np.testing.assert_allclose(mean, values.mean(axis=0), rtol=1e-12)
@@ -605,7 +636,8 @@ def bands(tmp_path):
     return open_images("folder", save_arrays(tmp_path / "bands", *arrays), in_chans=2)
 
 
-RUN = {"settings": {"in_chans": 2, "mean": [0.3, 0.4], "std": [0.1, 0.1]}, "pixels": "uint16"}
+SETTINGS = {"in_chans": 2, "mean": [0.3, 0.4], "std": [0.1, 0.1]}
+RUN = {"settings": SETTINGS, "pixels": "uint16"}
 
 
 def test_which_statistics_a_run_takes(bands, photos):
@@ -614,9 +646,14 @@ def test_which_statistics_a_run_takes(bands, photos):
     statistics, (remark,) = choose(bands)
     assert statistics == measured
     assert f"measured on {count} images, 2 channels of uint16" in remark
-    assert choose(rgb) == (([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]), [])
-    assert choose(bands, mean=[0.1, 0.2])[0] == ([0.1, 0.2], measured[1])
-    assert choose(bands, {"meta": RUN}) == (([0.3, 0.4], [0.1, 0.1]), [])
+    statistics, remarks = choose(rgb)
+    assert statistics == ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    assert remarks == []
+    statistics, _ = choose(bands, mean=[0.1, 0.2])
+    assert statistics == ([0.1, 0.2], measured[1])
+    statistics, remarks = choose(bands, {"meta": RUN})
+    assert statistics == ([0.3, 0.4], [0.1, 0.1])
+    assert remarks == []
     with pytest.raises(ValueError, match="the run had 2 channels of uint16 and now have 3 channels of uint8"):
         choose(rgb, {"meta": RUN})
 

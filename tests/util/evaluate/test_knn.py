@@ -35,8 +35,8 @@ def slow_ranking(
     neighbours = []
     for number, row in enumerate(bank):
         if number != without:
-            similarity = row @ query / np.linalg.norm(row) / np.linalg.norm(query)
-            neighbours.append((-similarity, number))
+            lengths = np.linalg.norm(row) * np.linalg.norm(query)
+            neighbours.append((-(row @ query) / lengths, number))
     votes = [0.0] * num_classes
     for minus_similarity, number in sorted(neighbours)[:k]:
         votes[labels[number]] += math.exp(-minus_similarity / temperature)
@@ -53,10 +53,17 @@ def ranks(bank, labels, queries, targets, k, z=False, query_indices=None):
     moments = None
     if z:
         moments = Moments.of(bank)
-    rows = unit_rows(bank, moments)
-    similarities, positions = nearest(unit_rows(queries, moments), rows, torch.arange(len(rows)), k, query_indices)
+    numbers = torch.arange(len(bank))
+    similarities, positions = nearest(
+        unit_rows(queries, moments),
+        unit_rows(bank, moments),
+        numbers,
+        k,
+        query_indices,
+    )
     similarities, neighbour_labels = best_of(similarities, positions, labels[positions], k)
-    return rank_of_label(votes_of(similarities, neighbour_labels, NUM_CLASSES), targets)
+    votes = votes_of(similarities, neighbour_labels, NUM_CLASSES)
+    return rank_of_label(votes, targets)
 
 
 def clusters(number=60, seed=0):
@@ -64,7 +71,8 @@ def clusters(number=60, seed=0):
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, NUM_CLASSES, (number,), generator=generator)
     centres = torch.randn(NUM_CLASSES, 7, generator=torch.Generator().manual_seed(9))
-    return centres[labels] + torch.randn(number, 7, generator=generator) + 2, labels
+    offsets = torch.randn(number, 7, generator=generator) + 2
+    return centres[labels] + offsets, labels
 
 
 @pytest.mark.parametrize("k", [1, 5, 20, 100])
@@ -77,7 +85,8 @@ def test_knn_equals_a_loop(k, z):
         moments = mean_and_std(bank)
     expected = []
     for query, target in zip(queries, targets.tolist(), strict=True):
-        expected.append(slow_ranking(bank, labels, query, NUM_CLASSES, k, moments).index(target))
+        ranking = slow_ranking(bank, labels, query, NUM_CLASSES, k, moments)
+        expected.append(ranking.index(target))
     assert ranks(bank, labels, queries, targets, k, z).tolist() == expected
     assert len(set(expected)) > 2
 
@@ -88,14 +97,17 @@ def test_leave_one_out_equals_a_loop(k):
     chosen = torch.tensor([3, 7, 20, 59])
     expected = []
     for i in chosen.tolist():
-        expected.append(slow_ranking(bank, labels, bank[i], NUM_CLASSES, k, without=i).index(labels[i]))
-    assert ranks(bank, labels, bank[chosen], labels[chosen], k, query_indices=chosen).tolist() == expected
+        ranking = slow_ranking(bank, labels, bank[i], NUM_CLASSES, k, without=i)
+        expected.append(ranking.index(labels[i]))
+    found = ranks(bank, labels, bank[chosen], labels[chosen], k, query_indices=chosen)
+    assert found.tolist() == expected
 
 
 def test_a_row_is_never_its_own_neighbour():
     """The only other one is less similar than none."""
     bank = torch.tensor([[1.0, 0.0], [-0.6, 0.8]])
-    similarities, positions = nearest(bank[:1], bank, torch.arange(2), 1, torch.tensor([0]))
+    numbers = torch.arange(2)
+    similarities, positions = nearest(bank[:1], bank, numbers, 1, numbers[:1])
     assert positions.tolist() == [[1]]
     assert similarities[0].tolist() == pytest.approx([-0.6])
 
@@ -114,14 +126,18 @@ def test_of_equal_similarities_the_lowest_numbers_are_taken():
 def test_votes_by_hand():
     """In units of the first vote: exp((s - 1) / 0.07)."""
     similarities = torch.tensor([[1, 0.6, 0.6, 0.6]])
-    votes = votes_of(similarities, torch.tensor([[1, 4, 3, 4]]), 5)
+    labels = torch.tensor([[1, 4, 3, 4]])
     small = math.exp(-0.4 / 0.07)
-    assert votes[0].tolist() == pytest.approx([0, 1, 0, small, 2 * small])
+    expected = torch.tensor([[0, 1, 0, small, 2 * small]])
+    torch.testing.assert_close(votes_of(similarities, labels, 5), expected)
 
 
 @pytest.mark.parametrize(
     ("votes", "expected"),
-    [([0.0, 5.0, 0.0, 1.0, 2.0], [3, 0, 4, 2, 1]), ([0.0, 2.0, 2.0, 0.0, 0.0], [2, 0, 1, 3, 4])],
+    [
+        ([0.0, 5.0, 0.0, 1.0, 2.0], [3, 0, 4, 2, 1]),
+        ([0.0, 2.0, 2.0, 0.0, 0.0], [2, 0, 1, 3, 4]),
+    ],
 )
 def test_of_equal_votes_the_lowest_class_comes_first(votes, expected):
     votes = torch.tensor([votes]).expand(5, -1)
@@ -143,13 +159,15 @@ def test_neighbours_of_parts_merge_to_those_of_the_whole():
     numbers = torch.arange(60)
     similarities, positions = nearest(queries, rows, numbers, 8)
     expected = best_of(similarities, positions, positions, 8)
-    parts = []
+    all_similarities = []
+    neighbours = []
     for rank in range(3):
         own = numbers[rank::3]
         similarities, positions = nearest(queries, rows[own], own, 8)
-        parts.append((similarities, own[positions]))
-    merged = torch.cat([neighbours for _, neighbours in parts], dim=1)
-    best = best_of(torch.cat([similarities for similarities, _ in parts], dim=1), merged, merged, 8)
+        all_similarities.append(similarities)
+        neighbours.append(own[positions])
+    merged = torch.cat(neighbours, dim=1)
+    best = best_of(torch.cat(all_similarities, dim=1), merged, merged, 8)
     torch.testing.assert_close(best[0], expected[0])
     assert torch.equal(best[1], expected[1])
 
@@ -164,12 +182,14 @@ def slow_rankme(features, centred=False):
         z = z - z.mean(axis=0)
     values = np.linalg.svd(z, compute_uv=False)
     shares = values / values.sum() + 1e-7
-    return min(math.exp(-(shares * np.log(shares)).sum()), min(z.shape))
+    entropy = -(shares * np.log(shares)).sum()
+    return min(math.exp(entropy), min(z.shape))
 
 
 def features_of(number, dim=40):
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(number, dim, generator=generator) * torch.linspace(0.01, 3, dim) + 1.5
+    features = torch.randn(number, dim, generator=generator)
+    return features * torch.linspace(0.01, 3, dim) + 1.5
 
 
 @pytest.mark.parametrize(
@@ -186,7 +206,8 @@ def features_of(number, dim=40):
 )
 def test_rankme_equals_its_definition(number, centred, tolerance):
     features = features_of(number)
-    assert Moments.of(features).rankme(centred) == pytest.approx(slow_rankme(features, centred), rel=tolerance)
+    expected = slow_rankme(features, centred)
+    assert Moments.of(features).rankme(centred) == pytest.approx(expected, rel=tolerance)
 
 
 def test_moments_of_parts_add_up():
@@ -204,10 +225,13 @@ def test_moments_of_parts_add_up():
 
 
 def test_rankme_of_known_spectra():
-    orthogonal, _ = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).double())
+    generator = torch.Generator().manual_seed(0)
+    square = torch.randn(64, 64, generator=generator)
+    orthogonal, _ = torch.linalg.qr(square.double())
     assert Moments.of(orthogonal).rankme() == 64  # never above D
-    assert Moments.of(10 * orthogonal[:32].float()).rankme() == pytest.approx(32, rel=1e-5)
-    one_direction = torch.randn(100, 1, generator=torch.Generator().manual_seed(1)) @ torch.ones(1, 64)
+    half = 10 * orthogonal[:32].float()
+    assert Moments.of(half).rankme() == pytest.approx(32, rel=1e-5)
+    one_direction = square[:, :1].expand(64, 64)
     assert Moments.of(one_direction).rankme() == pytest.approx(1, abs=1e-3)
-    collapsed = torch.randn(1, 64, generator=torch.Generator().manual_seed(2)).expand(1000, 64)
+    collapsed = square[:1].expand(1000, 64)
     assert Moments.of(collapsed).rankme(centred=True) == 1
