@@ -45,12 +45,17 @@ def test_a_file_of_coco_is_read(tmp_path):
     assert images.ids.tolist() == [96, 97, 98, 99, 100]
     content = json.loads((root / "annotations" / "instances_train2017.json").read_text())
     for i, image_id in enumerate(images.ids.tolist()):
-        entries = [entry for entry in content["annotations"] if entry["image_id"] == image_id]
-        for annotation, entry in zip(images.annotations(i), entries, strict=True):
+        annotations = images.annotations(i)
+        for entry in content["annotations"]:
+            if entry["image_id"] != image_id:
+                continue
+            annotation = annotations.pop(0)
             x, y, w, h = entry["bbox"]
             assert annotation.box == [x, y, x + w, y + h]
-            assert annotation.label == {WEDGE: 1, BAR: 2}[entry["category_id"]]
+            category, _ = images.categories[annotation.label - 1]
+            assert category == entry["category_id"]
             assert annotation.segmentation == entry["segmentation"]
+        assert annotations == []
 
 
 def test_training_leaves_out_what_detectron2_leaves_out(tmp_path):
@@ -78,8 +83,9 @@ def test_training_leaves_out_what_detectron2_leaves_out(tmp_path):
 
 
 def test_boxes_are_clipped_to_the_image():
-    assert clip_box([5, 5, 3, 3], (8, 8)) == [5, 5, 8, 8]
-    assert clip_box([8, 0, 3, 3], (8, 8)) is None
+    size = (8, 8)
+    assert clip_box([5, 5, 3, 3], size) == [5, 5, 8, 8]
+    assert clip_box([8, 0, 3, 3], size) is None
 
 
 def test_objects_without_segmentation_are_counted(tmp_path):
@@ -89,7 +95,8 @@ def test_objects_without_segmentation_are_counted(tmp_path):
         del content["annotations"][0]["segmentation"]
         content["annotations"][1] |= {"iscrowd": 1, "segmentation": None}
 
-    images = open_split(write_coco(tmp_path, "val", 3, edit=edit), "val", training=False)
+    root = write_coco(tmp_path, "val", 3, edit=edit)
+    images = open_split(root, "val", training=False)
     assert images.num_objects == 3
     assert images.num_masks == 2
 
@@ -123,14 +130,21 @@ def test_missing_files_are_refused(tmp_path):
 
 
 def test_an_image_of_another_size_is_refused(tmp_path):
-    root = write_coco(tmp_path, "train", 2, masks=False, edit=lambda content: content["images"][0].update(height=41))
+    def edit(content):
+        content["images"][0]["height"] = 41
+
+    root = write_coco(tmp_path, "train", 2, masks=False, edit=edit)
     with pytest.raises(ImageError, match="has 56 x 40 pixels, but 56 x 41 in"):
         open_split(root).load(1)
 
 
 def test_all_headers_of_validation_images_are_read(tmp_path):
     """By all ranks together. Of training images only `num_checked` are read."""
-    root = write_coco(tmp_path, "val", 5, edit=lambda content: content["images"][2].update(height=56, width=40))
+
+    def edit(content):
+        content["images"][2] |= {"height": 56, "width": 40}
+
+    root = write_coco(tmp_path, "val", 5, edit=edit)
     images = open_split(root, "val", training=False)
     with pytest.raises(
         ImageError, match="1 of 3 checked images are bad: .* its EXIF orientation, if it has one, is ign"
@@ -146,7 +160,8 @@ def test_all_headers_of_validation_images_are_read(tmp_path):
 
 def grow(mask, pixels):
     """The mask [H, W], and all places up to so many pixels from it."""
-    return F.max_pool2d(mask[None].float(), 2 * pixels + 1, 1, pixels)[0] > 0
+    (grown,) = F.max_pool2d(mask[None].float(), 2 * pixels + 1, 1, pixels)
+    return grown > 0
 
 
 def jittered_samples(tmp_path, masks):
@@ -157,7 +172,8 @@ def jittered_samples(tmp_path, masks):
         for index in range(len(images)):
             sample, _, _ = dataset[epoch, index]
             again, _, _ = dataset[epoch, index]
-            assert all(torch.equal(a, b) for a, b in zip(sample, again, strict=True))
+            for once, twice in zip(sample, again, strict=True):
+                assert torch.equal(once, twice)
             yield sample
 
 
@@ -185,13 +201,12 @@ def test_jitter_keeps_pixels_and_boxes_together(tmp_path):
     num_compared = 0
     for img, boxes, labels, _ in jittered_samples(tmp_path, masks=False):
         covered = torch.zeros(img.shape[1:], dtype=torch.bool)
-        for label, box in zip(labels.tolist(), boxes.round().long().tolist(), strict=True):
-            x1, y1, x2, y2 = box
+        for x1, y1, x2, y2 in boxes.round().long():
             covered[y1:y2, x1:x2] = True
             inside = img[:, y1:y2, x1:x2].float()
             if inside[0].numel() > 60 and len(labels) == 1:
                 red, green, _ = inside.mean(dim=(1, 2))
-                assert (red > green) == (label == 2)  # bars are red, wedges green
+                assert (red > green) == (labels[0] == 2)  # bars are red, wedges green
                 num_compared += 1
         assert not (is_object(img) & ~grow(covered, 3)).any()
     assert num_compared > 10
@@ -201,48 +216,59 @@ def test_jitter_keeps_pixels_and_boxes_together(tmp_path):
 def test_boxes_of_a_crop_by_hand(flip):
     """Twice as large; then 56 columns from 10 on, and 50 rows from 20 on."""
     crop = FlipResizeCrop((40, 60), (80, 120), flip, rows=range(20, 70), columns=range(10, 66))
-    boxes = crop.move_boxes(torch.tensor([[3.0, 12.0, 20.0, 31.0], [8.0, 30.0, 25.0, 39.0]]))
-    if flip:  # x becomes 60 - x
-        expected = [[2 * 40 - 10, 2 * 12 - 20, 56, 2 * 31 - 20], [2 * 35 - 10, 2 * 30 - 20, 56, 50]]
-        expected[0][0] = expected[1][0] = 56  # beyond the crop
+    boxes = torch.tensor([[3.0, 12.0, 20.0, 31.0], [8.0, 30.0, 25.0, 39.0]])
+    x1, y1, x2, y2 = crop.move_boxes(boxes).T
+    assert y1.tolist() == [2 * 12 - 20, 2 * 30 - 20]
+    assert y2.tolist() == [2 * 31 - 20, 50]
+    if flip:  # x becomes 60 - x, which is beyond the crop
+        assert x1.tolist() == [56, 56]
+        assert x2.tolist() == [56, 56]
     else:
-        expected = [[0, 2 * 12 - 20, 2 * 20 - 10, 2 * 31 - 20], [2 * 8 - 10, 2 * 30 - 20, 2 * 25 - 10, 50]]
-    assert_close(boxes, torch.tensor(expected).float())
+        assert x1.tolist() == [0, 2 * 8 - 10]
+        assert x2.tolist() == [2 * 20 - 10, 2 * 25 - 10]
 
 
 POLYGON = [4.3, 2.2, 26.1, 5.9, 21.4, 17.7, 9.2, 15.1]  # convex, in 20 x 30 pixels
 
 
+def crop_of_polygon(flip):
+    return FlipResizeCrop((20, 30), (70, 99), flip, rows=range(11, 60), columns=range(5, 80))
+
+
 @pytest.mark.parametrize("flip", [False, True])
 def test_polygons_are_drawn_at_the_size_of_the_crop(flip):
     """Against pixel centres of the crop that are inside the moved polygon; the library rounds corners."""
-    crop = FlipResizeCrop((20, 30), (70, 99), flip, rows=range(11, 60), columns=range(5, 80))
-    mask = crop.move_mask([POLYGON, [0, 0, 1, 0, 0, 1]])  # the second one is outside
+    outside = [0, 0, 1, 0, 0, 1]
+    mask = crop_of_polygon(flip).move_mask([POLYGON, outside])
     corners = []
     for x, y in zip(POLYGON[::2], POLYGON[1::2], strict=True):
         if flip:
             x = 30 - x
         corners.append((x * 99 / 30 - 5, y * 70 / 20 - 11))
+    sides = list(zip(corners, corners[1:] + corners[:1], strict=True))
     num_inside = 0
     for row in range(49):
         for column in range(75):
             distances = []  # to the sides, positive inside
-            for (x1, y1), (x2, y2) in zip(corners, corners[1:] + corners[:1], strict=True):
-                cross = (x2 - x1) * (row + 0.5 - y1) - (y2 - y1) * (column + 0.5 - x1)
+            for (x1, y1), (x2, y2) in sides:
+                right = x2 - x1
+                down = y2 - y1
+                cross = right * (row + 0.5 - y1) - down * (column + 0.5 - x1)
                 if flip:
                     cross = -cross
-                distances.append(cross / math.hypot(x2 - x1, y2 - y1))
+                distances.append(cross / math.hypot(right, down))
+            is_inside = min(distances) > 0
             if abs(min(distances)) > 0.75:
-                assert mask[row, column] == (min(distances) > 0)
-                num_inside += min(distances) > 0
+                assert mask[row, column] == is_inside
+                num_inside += is_inside
     assert num_inside > 1000
 
 
 @pytest.mark.parametrize("flip", [False, True])
 def test_codes_keep_their_pixels(flip):
     before = decode_mask([POLYGON], 20, 30)
-    crop = FlipResizeCrop((20, 30), (70, 99), flip, rows=range(11, 60), columns=range(5, 80))
-    mask = crop.move_mask(encode_mask(before.astype(bool)))
+    code = encode_mask(before.astype(bool))
+    mask = crop_of_polygon(flip).move_mask(code)
     for row in range(49):
         for column in range(75):
             y = int((row + 11 + 0.5) * 20 / 70)
@@ -258,14 +284,21 @@ def test_batches_are_padded_and_split_again(tmp_path):
     samples = [dataset[0, i] for i in range(4)]
     batch = PadAndStack(48)(samples)
     sizes, targets = split_targets(batch)
-    for (sample, *_), (height, width), padded, target in zip(samples, sizes, batch[0], targets, strict=True):
-        assert torch.equal(padded[:, :height, :width], sample.img)
+    imgs, *_ = batch
+    num_pixels = 0
+    for i, (height, width) in enumerate(sizes):
+        sample, *_ = samples[i]
+        target = targets[i]
+        masks = target["masks"]
+        assert torch.equal(imgs[i, :, :height, :width], sample.img)
         assert torch.equal(target["boxes"], sample.boxes)
         assert torch.equal(target["labels"], sample.labels)
-        assert torch.equal(target["masks"][:, :height, :width], sample.masks)
-        assert target["masks"].sum() == sample.masks.sum()
-    imgs = pad_with_zeros(torch.ones(4, 3, 48, 48), sizes)
-    assert imgs.sum() == 3 * sum(height * width for height, width in sizes)
+        assert torch.equal(masks[:, :height, :width], sample.masks)
+        assert masks.sum() == sample.masks.sum()
+        num_pixels += height * width
+    assert len(targets) == len(imgs) == 4
+    padded = pad_with_zeros(torch.ones(4, 3, 48, 48), sizes)
+    assert padded.sum() == 3 * num_pixels
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "float32"])
@@ -275,23 +308,30 @@ def test_five_bands_keep_their_type(tmp_path, dtype):
     images = open_split(root, "val", in_chans=5)
     images.check()
     assert str(images.pixel_format) == f"5 channels of {dtype}"
-    img = torch.from_numpy(images.load(0)[0]).permute(2, 0, 1)
+    array, _ = images.load(0)
+    img = torch.from_numpy(array).permute(2, 0, 1)
+    values = array.tolist()
+    mirrored = array[:, ::-1].tolist()
     jitter = LargeScaleJitter(images, 56, 0, (1, 1))
-    flips = []
+    never = LargeScaleJitter(images, 56, 0, (1, 1), hflip=False)
+    num_flipped = 0
     for epoch in range(8):
         moved = jitter(img, epoch, 0).img
         assert moved.dtype == img.dtype
-        flips.append(torch.equal(moved.float(), img.float().flip(-1)))
-        assert flips[-1] or torch.equal(moved.float(), img.float())
-    assert any(flips)
-    never = LargeScaleJitter(images, 56, 0, (1, 1), hflip=False)
-    assert all(torch.equal(never(img, epoch, 0).img.float(), img.float()) for epoch in range(8))
-    assert torch.equal(ResizeForDetection(56)(img).img.float(), img.float())
+        found = moved.permute(1, 2, 0).tolist()
+        assert found in (values, mirrored)
+        num_flipped += found == mirrored
+        unflipped = never(img, epoch, 0).img
+        assert unflipped.permute(1, 2, 0).tolist() == values
+    assert num_flipped > 0
+    resized = ResizeForDetection(56)(img).img
+    assert resized.permute(1, 2, 0).tolist() == values
 
 
 def test_a_missing_band_is_found_in_all_validation_images(tmp_path):
     root = write_bands(write_coco(tmp_path, "val", 5), ".npy", "uint16")
-    write_array(root / "val2017" / "003.npy", bands(3, "uint16", (40, 56))[..., :4])
+    array = bands(3, "uint16", (40, 56))
+    write_array(root / "val2017" / "003.npy", array[..., :4])
     images = open_split(root, "val", in_chans=5)
     images.num_checked = 2
     images.check()
@@ -310,7 +350,7 @@ def test_images_are_resized_to_the_longer_side():
 
 def test_masks_are_pasted_pixel_by_pixel():
     """Bilinear values at the centres of the image's pixels; 0 outside of the mask."""
-    masks = torch.from_numpy(np.random.default_rng(0).random((2, 4, 4))).float()
+    masks = torch.rand(2, 4, 4, generator=torch.Generator().manual_seed(0))
     boxes = torch.tensor([[2.5, 1.0, 11.0, 8.0], [-1.0, 6.5, 4.0, 14.0]])
     pasted = paste_masks(masks, boxes, (12, 15))
     for n, (x1, y1, x2, y2) in enumerate(boxes.tolist()):
@@ -321,11 +361,13 @@ def test_masks_are_pasted_pixel_by_pixel():
                 value = 0.0
                 for i in range(4):
                     for j in range(4):
-                        value += float(masks[n, i, j]) * max(0, 1 - abs(u - j)) * max(0, 1 - abs(v - i))
+                        weight = max(0, 1 - abs(u - j)) * max(0, 1 - abs(v - i))
+                        value += weight * masks[n, i, j].item()
                 if abs(value - 0.5) > 1e-5:
                     assert pasted[n, row, column] == (value >= 0.5)
     assert pasted.any()
-    assert paste_masks(masks[:0], boxes[:0], (12, 15)).shape == (0, 12, 15)
+    nothing = paste_masks(masks[:0], boxes[:0], (12, 15))
+    assert nothing.shape == (0, 12, 15)
 
 
 def test_detections_are_scaled_to_the_image():
@@ -336,7 +378,10 @@ def test_detections_are_scaled_to_the_image():
         "masks": torch.ones(1, 28, 28),
     }
     (found,) = detections_in_image(detections, (48, 64), (96, 192))
-    assert found[:3] == ([24.0, 12.0, 96.0, 48.0], 2, 0.75)
+    box, label, score, _ = found
+    assert box == [24.0, 12.0, 96.0, 48.0]
+    assert label == 2
+    assert score == 0.75
     expected = np.zeros((96, 192), bool)
     expected[12:48, 24:96] = True
     assert np.array_equal(found.mask, expected)
@@ -353,13 +398,14 @@ def truth(tmp_path):
 
 def detections_of(truth, shift=0.0, score=0.9):
     """The true objects as detections, moved to the right by a share of their width."""
-    sizes = {image["id"]: (image["height"], image["width"]) for image in truth["images"]}
+    images = {image["id"]: image for image in truth["images"]}
     results = []
     for annotation in truth["annotations"]:
         x, y, w, h = annotation["bbox"]
-        mask = decode_mask(annotation["segmentation"], *sizes[annotation["image_id"]])
+        image = images[annotation["image_id"]]
+        mask = decode_mask(annotation["segmentation"], image["height"], image["width"])
         result = {
-            "image_id": annotation["image_id"],
+            "image_id": image["id"],
             "category_id": annotation["category_id"],
             "score": score,
             "bbox": [x + shift * w, y, w, h],
@@ -372,7 +418,8 @@ def detections_of(truth, shift=0.0, score=0.9):
 @pytest.mark.parametrize("kind", ["bbox", "segm"])
 def test_perfect_detections_have_an_ap_of_100(truth, kind):
     scores = average_precision(truth, detections_of(truth), kind)
-    assert scores["ap"] == scores["ap50"] == scores["ap75"] == pytest.approx(100)
+    for name in ("ap", "ap50", "ap75"):
+        assert scores[name] == pytest.approx(100)
     assert scores["ap_large"] is None  # no object is that large
     assert average_precision(truth, [], kind)["ap"] == 0
 
@@ -390,21 +437,26 @@ def test_average_precision_equals_the_reference_evaluator(truth, kind):
     coco = pytest.importorskip("pycocotools.coco")
     evaluator = pytest.importorskip("pycocotools.cocoeval")
     rng = np.random.default_rng(0)
+    other = {"bbox": "segmentation", "segm": "bbox"}[kind]
     detections = []
+    results = []
     for shift in (0.0, 0.1, 0.2, 0.4):
         for detection in detections_of(truth, shift):
             if rng.random() < 0.8:
-                detections.append({**detection, "score": float(rng.random())})
+                detection["score"] = float(rng.random())
+                detections.append(detection)
+                result = detection.copy()
+                del result[other]
+                results.append(result)
     reference = coco.COCO()
     reference.dataset = truth
     reference.createIndex()
-    other = {"bbox": "segmentation", "segm": "bbox"}[kind]
-    results = [{key: value for key, value in detection.items() if key != other} for detection in detections]
     evaluation = evaluator.COCOeval(reference, reference.loadRes(results), kind)
     evaluation.evaluate()
     evaluation.accumulate()
     evaluation.summarize()
-    for value, expected in zip(average_precision(truth, detections, kind).values(), evaluation.stats, strict=False):
+    found = average_precision(truth, detections, kind)
+    for value, expected in zip(found.values(), evaluation.stats, strict=False):
         if value is None:
             assert expected == -1
         else:
@@ -417,22 +469,27 @@ def test_missing_fields_are_filled_in(truth):
         annotation["id"] = 0  # which the evaluators take for "not matched"
         del annotation["area"]
         del annotation["iscrowd"]
-    assert average_precision(truth, detections, "bbox")["ap"] == pytest.approx(100)
-    assert average_precision(truth, detections[1:], "bbox")["ap"] < 100
+    scores = average_precision(truth, detections, "bbox")
+    assert scores["ap"] == pytest.approx(100)
+    scores = average_precision(truth, detections[1:], "bbox")
+    assert scores["ap"] < 100
 
 
 @pytest.mark.parametrize("has_mask", [True, False])
 def test_detections_inside_crowds_are_ignored(truth, has_mask):
     """A crowd without a mask is its box."""
-    detections = detections_of(truth)
+    inside, *others = detections_of(truth)
     crowd = truth["annotations"][0]
     crowd["iscrowd"] = 1
     if not has_mask:
         del crowd["segmentation"]
-    for kept in (detections, detections[1:], [{**detections[0], "score": 0.99}, *detections[1:]]):
-        assert average_precision(truth, kept, "segm")["ap"] == pytest.approx(100)
-    elsewhere = {**detections[0], "score": 0.99, "image_id": truth["annotations"][-1]["image_id"]}
-    assert average_precision(truth, [elsewhere, *detections[1:]], "segm")["ap"] < 100
+    surest = inside | {"score": 0.99}
+    for kept in ([inside, *others], others, [surest, *others]):
+        scores = average_precision(truth, kept, "segm")
+        assert scores["ap"] == pytest.approx(100)
+    elsewhere = surest | {"image_id": truth["annotations"][-1]["image_id"]}
+    scores = average_precision(truth, [elsewhere, *others], "segm")
+    assert scores["ap"] < 100
 
 
 class Recogniser(torch.nn.Module):
@@ -445,7 +502,12 @@ class Recogniser(torch.nn.Module):
         for img in imgs:
             score = img.mean().sigmoid()
             box = torch.tensor([4 * score.item(), 2, 9, 20])
-            detections.append({"boxes": box[None], "labels": torch.tensor([1]), "scores": score[None]})
+            detection = {
+                "boxes": box[None],
+                "labels": torch.tensor([1]),
+                "scores": score[None],
+            }
+            detections.append(detection)
         return detections
 
 
@@ -476,7 +538,8 @@ def test_a_picture_shows_the_objects_and_their_names():
     img = np.full((64, 64, 3), 128, np.uint8)
     mask = np.zeros((64, 64), bool)
     mask[20:40, 20:40] = True
-    drawn = draw_objects(img, [DetectedObject([20, 20, 40, 40], 1, 0.75, mask)], ["cup"])
+    cup = DetectedObject([20, 20, 40, 40], 1, 0.75, mask)
+    drawn = draw_objects(img, [cup], ["cup"])
     assert drawn.shape == (PANEL, PANEL, 3)
     is_changed = (drawn != 128).any(axis=2)
     scale = PANEL // 64
