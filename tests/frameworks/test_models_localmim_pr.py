@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.testing import assert_close
 
 from encoders.load import load_encoder
@@ -38,14 +39,16 @@ def slow_results(model, imgs, ids, thrown_count):
             if model.hog_bias is not None:
                 bias = model.hog_bias[level].tolist()
             targets = slow_hog(img, CELLS[level], model.num_bins, bias)
-            for (row, column), pred in slow_head(w, f"decoder.{level}.pred", level, tokens).items():
+            of_cells = slow_head(w, f"decoder.{level}.pred", level, tokens)
+            for (row, column), pred in of_cells.items():
                 predictions[b, level, row, column] = pred
                 cell = tokens_of_cell(level, row, column)
                 weight = len(cell & supervised) / len(cell)
-                error = (pred - pred.new_tensor(targets[row, column])).square().mean()
-                sums[level] += weight * error.item()
+                difference = pred - pred.new_tensor(targets[row, column])
+                sums[level] += weight * difference.square().mean().item()
                 weights[level] += weight
-    return [sums[level] / weights[level] for level in range(4)], predictions
+    losses = [total / weight for total, weight in zip(sums, weights, strict=True)]
+    return losses, predictions
 
 
 def tokens_of_cell(level, row, column):
@@ -62,12 +65,17 @@ def group_of(row, column):
 
 
 def slow_latents(w, img, visible):
-    tokens = {"cls": w["cls_token"][0, 0] + w["pos_embed"][0, 0]}
+    positions = w["pos_embed"][0]
+    tokens = {"cls": w["cls_token"][0, 0] + positions[0]}
     for t in visible:
-        tokens[t] = slow_mae.embed(img, t, 8, w) + w["pos_embed"][0, 1 + t]
+        tokens[t] = slow_mae.embed(img, t, 8, w) + positions[1 + t]
     for level in range(4):
         tokens = slow_mae.block(tokens, w, f"blocks.{level}", heads=3)
-        yield {t: slow_mae.norm(x, w, f"norm.{level}") for t, x in tokens.items()}
+        yield normed(tokens, w, f"norm.{level}")
+
+
+def normed(tokens, w, name):
+    return {t: slow_mae.norm(x, w, name) for t, x in tokens.items()}
 
 
 def slow_decoder(w, name, latent, retained, thrown):
@@ -77,23 +85,25 @@ def slow_decoder(w, name, latent, retained, thrown):
     for t, x in latent.items():
         row = 0 if t == "cls" else 1 + t
         tokens[t] = slow_mae.linear(x, w, f"{name}.embed") + positions[row]
+    mask_token = w[f"{name}.mask_token"][0, 0]
     for t in retained:
-        tokens[t] = w[f"{name}.mask_token"][0, 0] + positions[1 + t]
+        tokens[t] = mask_token + positions[1 + t]
     tokens = slow_mae.transformer(tokens, w, f"{name}.blocks", heads=2)
     del tokens["cls"]
+    operator = f"{name}.aggregation.operator"
     filled = {}
     for t in thrown:
-        kernel = {kind: w[f"{name}.aggregation.operator.{kind}"] for kind in ("weight", "bias")}
+        kernel = {"weight": w[f"{operator}.weight"], "bias": w[f"{operator}.bias"]}
         filled[t] = slow_mae.aggregate(tokens, t, 4, kernel)
-    tokens |= filled
-    return {t: slow_mae.norm(x, w, f"{name}.norm") for t, x in tokens.items()}
+    return normed(tokens | filled, w, f"{name}.norm")
 
 
 def slow_head(w, name, level, tokens):
     """Returns {(row, column) of a cell: prediction}."""
 
     def point(x, index):
-        return w[f"{name}.{index}.weight"][:, :, 0, 0] @ x + w[f"{name}.{index}.bias"]
+        kernel = w[f"{name}.{index}.weight"]
+        return kernel[:, :, 0, 0] @ x + w[f"{name}.{index}.bias"]
 
     def up(x, index):
         """Returns {(i, j): value} of the four cells that one becomes."""
@@ -120,7 +130,8 @@ def slow_head(w, name, level, tokens):
                 y = slow_mae.norm(y, w, f"{name}.1")
                 y = y * 0.5 * (1 + torch.erf(y / 2**0.5))
                 for (k, m), z in up(y, 3).items():
-                    cells[4 * row + 2 * i + k, 4 * column + 2 * j + m] = point(z, 4)
+                    cell = (4 * row + 2 * i + k, 4 * column + 2 * j + m)
+                    cells[cell] = point(z, 4)
         elif level == 1:
             for (i, j), y in up(x, 0).items():
                 cells[2 * row + i, 2 * column + j] = point(y, 1)
@@ -150,7 +161,8 @@ def test_losses_and_predictions_against_the_slow_derivation(options):
     expected, predictions = slow_results(model, imgs, ids, num_reconstructed)
     losses = model(imgs, ids)
     assert list(losses) == ["hog2", "hog4", "hog8", "hog16"]
-    assert [loss.item() for loss in losses.values()] == pytest.approx(expected, rel=1e-9)
+    found = torch.stack(list(losses.values()))
+    assert found.tolist() == pytest.approx(expected, rel=1e-9)
     preds, _ = model.reconstruct(imgs, ids)
     for (b, level, row, column), value in predictions.items():
         cells_per_side = 32 // CELLS[level]
@@ -166,8 +178,9 @@ def test_views_have_the_errors_of_each_token():
     views = model.views(imgs, ids, None)
     assert [view.title for view in views] == [f"predicted, {cell} px" for cell in CELLS]
     assert [view.truth_title for view in views] == [f"HOG, {cell} px" for cell in CELLS]
-    targets = model.target(imgs)[2].flatten(2).transpose(1, 2)  # of 8 px: a token is a cell
-    assert_close(views[2].errors, (preds[2] - targets).square().mean(dim=-1))
+    targets = model.target(imgs)[2].flatten(2)  # of 8 px: a token is a cell
+    squares = (preds[2] - targets.mT).square()
+    assert_close(views[2].errors, squares.mean(dim=-1))
 
 
 def test_heads_are_the_release_s_convolutions_on_the_grid():
@@ -179,14 +192,15 @@ def test_heads_are_the_release_s_convolutions_on_the_grid():
         y = grid
         for module in decoder.pred:
             if isinstance(module, nn.ConvTranspose2d):
-                y = nn.functional.conv_transpose2d(y, module.weight, module.bias, stride=2)
+                y = F.conv_transpose2d(y, module.weight, module.bias, stride=2)
             elif isinstance(module, nn.Conv2d):
-                y = nn.functional.conv2d(y, module.weight, module.bias)
+                y = F.conv2d(y, module.weight, module.bias)
             elif isinstance(module, (nn.LayerNorm, nn.GELU)):
-                y = module(y.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+                y = module(y.movedim(1, 3)).movedim(3, 1)
         cells = max(1, int(SCALES[level]))
-        ours = decoder.pred(x).reshape(2, 4, 4, cells, cells, 27).permute(0, 5, 1, 3, 2, 4).reshape(y.shape)
-        assert_close(ours, y, rtol=1e-10, atol=1e-10)
+        ours = decoder.pred(x).reshape(2, 4, 4, cells, cells, 27)
+        ours = ours.permute(0, 5, 1, 3, 2, 4)  # [B, 27, rows, cells, columns, cells]
+        assert_close(ours.reshape(y.shape), y, rtol=1e-10, atol=1e-10)
 
 
 def test_the_release_s_parameters():
@@ -199,8 +213,13 @@ def test_the_release_s_parameters():
         large = localmim_vit_large_patch16(throw_ratio=0.0)
     weights = base.state_dict()
     assert len(weights) == 248 - 4
-    assert sum(value.numel() for value in weights.values()) == 90_269_236 - 4 * 18
-    assert sum(p.numel() for p in base.parameters() if p.requires_grad) == 89_916_140
+    num_values = sum(value.numel() for value in weights.values())
+    assert num_values == 90_269_236 - 4 * 18
+    num_trained = 0
+    for parameter in base.parameters():
+        if parameter.requires_grad:
+            num_trained += parameter.numel()
+    assert num_trained == 89_916_140
     assert base.taps == (1, 3, 9, 11)
     assert large.taps == (1, 3, 21, 23)
     assert base.cells == (4, 8, 16, 32)
@@ -227,7 +246,8 @@ def test_initialisation():
     torch.manual_seed(0)
     model = LocalMIMViT(**SIZES | dict(decoder_embed_dim=64))
     xavier = (6 / (24 + 64)) ** 0.5
-    assert 0.9 * xavier < model.decoder[1].embed.weight.abs().max() <= xavier
+    embed = model.decoder[1].embed
+    assert 0.9 * xavier < embed.weight.abs().max() <= xavier
     head = model.decoder[1].pred[1]
     kaiming = 32**-0.5  # with a = sqrt 5, of 32 channels
     assert 0.9 * kaiming < head.weight.abs().max() <= kaiming
@@ -241,13 +261,15 @@ def test_gradients_flow_from_each_level_into_the_blocks_before_its_tap_alone():
     weights = [block.mlp.fc1.weight for block in model.blocks]
     for tap, loss in enumerate(losses.values()):
         gradients = torch.autograd.grad(loss, weights, retain_graph=True, materialize_grads=True)
-        assert all(gradient.any() for gradient in gradients[: tap + 1])
-        assert not any(gradient.any() for gradient in gradients[tap + 1 :])
+        reached = [bool(gradient.any()) for gradient in gradients]
+        assert reached == [number <= tap for number in range(4)]
 
 
 def released(model, bias=False):
-    weights = {name: value for name, value in model.state_dict().items() if "aggregation" not in name}
-    weights.pop("hog_bias", None)
+    weights = {}
+    for name, value in model.state_dict().items():
+        if "aggregation" not in name and name != "hog_bias":
+            weights[name] = value
     for k in range(4):
         weights[f"hog_enc.{k}.conv.weight"] = torch.zeros(2, 1, 3, 3)
         if bias:
@@ -268,11 +290,13 @@ def test_the_bias_of_the_gradient_filters():
     assert source.hog_bias.abs().max() <= 1 / 3
     assert source.hog_bias.unique().numel() == 8
     source.load_official(released(source, bias=True))
-    assert_close(source.hog_bias, torch.tensor([[k / 10, -k / 10] for k in range(4)]))
+    tenths = torch.arange(4) / 10
+    assert_close(source.hog_bias, torch.stack([tenths, -tenths], dim=1))
     source.load_official(released(source))
     assert not source.hog_bias.any()
+    without_bias = LocalMIMViT(**SIZES, num_bins=18)
     with pytest.raises(ValueError, match="build the model with hog_bias=True"):
-        LocalMIMViT(**SIZES, num_bins=18).load_official(released(source, bias=True))
+        without_bias.load_official(released(source, bias=True))
 
 
 def test_the_release_s_file_is_fine_tuned_and_probed(tmp_path):

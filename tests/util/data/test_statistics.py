@@ -14,18 +14,21 @@ MEAN = [0.485, 0.456, 0.406]
 STD = [0.229, 0.224, 0.225]
 FLOATS = PixelFormat(2, "float32")
 STORED = {"settings": {"mean": [0.25, 0.5], "std": [0.125, 0.25]}, "pixels": "uint16"}
+UNKNOWN = CheckpointInfo().pixel_settings
 
 
 def test_rgb_is_normalised_by_imagenet_s_statistics_if_none_are_known():
-    imgs = torch.rand(1, 3, 2, 2).mul(255).to(torch.uint8)
-    expected = (imgs.double() / 255 - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
-    torch.testing.assert_close(normalizer(CheckpointInfo().pixel_settings, RGB8)(imgs), expected.float())
+    imgs = torch.randint(0, 256, (1, 3, 2, 2), dtype=torch.uint8)
+    (found,) = normalizer(UNKNOWN, RGB8)(imgs)
+    for c in range(3):
+        expected = (imgs[0, c] / 255 - MEAN[c]) / STD[c]
+        torch.testing.assert_close(found[c], expected)
 
 
 @pytest.mark.parametrize("pixel_format", [FLOATS, PixelFormat(5, "uint16"), PixelFormat(3, "float32")])
 def test_other_images_need_statistics(pixel_format):
     with pytest.raises(ValueError, match=f"of its {pixel_format.channels} channels: give --mean and --std"):
-        normalizer(CheckpointInfo().pixel_settings, pixel_format)
+        normalizer(UNKNOWN, pixel_format)
 
 
 def open_arrays(folder, dtype="uint16"):
@@ -35,7 +38,7 @@ def open_arrays(folder, dtype="uint16"):
 
 def test_statistics_that_a_file_lacks_are_measured(tmp_path):
     images = open_arrays(tmp_path)
-    settings, (remark,) = complete_settings(CheckpointInfo().pixel_settings, images)
+    settings, (remark,) = complete_settings(UNKNOWN, images)
     (mean, std), number, _ = measure_statistics(images)
     assert settings == {"pixels": None, "mean": mean, "std": std}
     assert remark.endswith(f"measured on {number} images, 2 channels of uint16")
@@ -43,20 +46,23 @@ def test_statistics_that_a_file_lacks_are_measured(tmp_path):
 
 
 def test_statistics_that_a_file_has_are_kept(tmp_path):
-    settings = {"pixels": "uint16", "mean": [0.1, 0.2], "std": [0.3, 0.4]}
+    settings = {"pixels": "uint16", **STORED["settings"]}
     assert complete_settings(settings, open_arrays(tmp_path)) == (settings, [])
 
 
 def test_statistics_of_another_depth_are_measured(tmp_path):
     images = open_arrays(tmp_path)
-    settings, remarks = complete_settings({"pixels": "uint8", "mean": [0.1, 0.2], "std": [0.3, 0.4]}, images)
-    assert (settings["mean"], settings["std"]) == measure_statistics(images).statistics
+    settings, remarks = complete_settings({"pixels": "uint8", **STORED["settings"]}, images)
+    mean, std = measure_statistics(images).statistics
+    assert settings["mean"] == mean
+    assert settings["std"] == std
     assert len(remarks) == 1
 
 
 def test_statistics_of_rgb_are_imagenet_s(photos):
     expected = {"pixels": None, "mean": MEAN, "std": STD}
-    assert complete_settings(CheckpointInfo().pixel_settings, open_images("folder", photos)) == (expected, [])
+    images = open_images("folder", photos)
+    assert complete_settings(UNKNOWN, images) == (expected, [])
 
 
 @pytest.mark.parametrize(("dtype", "fits"), [("uint16", True), ("float32", False)])
@@ -65,8 +71,9 @@ def test_an_encoder_of_unknown_pixels_fits_integers(tmp_path, dtype, fits):
     path = save_checkpoint(tmp_path, 1, {}, {"settings": STORED["settings"]})
     expected = ([0.25, 0.5], [0.125, 0.25])
     if not fits:
-        expected = measure_statistics(images)[0]
-    assert choose(images, encoder={"path": str(path)})[0] == expected
+        expected = measure_statistics(images).statistics
+    statistics, _ = choose(images, encoder={"path": str(path)})
+    assert statistics == expected
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
@@ -76,8 +83,9 @@ def test_statistics_of_an_encoder_of_another_depth_are_measured_anew(tmp_path, d
     path = save_checkpoint(tmp_path, 1, {}, STORED)  # of uint16
     expected = ([0.25, 0.5], [0.125, 0.25])
     if dtype == "uint8":
-        expected = measure_statistics(images)[0]
-    assert choose(images, encoder={"path": str(path)})[0] == expected
+        expected = measure_statistics(images).statistics
+    statistics, _ = choose(images, encoder={"path": str(path)})
+    assert statistics == expected
 
 
 GIVEN = [0.3, 0.3]
@@ -94,15 +102,18 @@ GIVEN = [0.3, 0.3]
 )
 def test_remarks_name_only_the_statistics_that_are_used(tmp_path, flags, remarks):
     images = open_arrays(tmp_path)
-    mean, std = measure_statistics(images)[0]
-    words = {"mean": " ".join(f"{value:.6g}" for value in mean), "std": " ".join(f"{value:.6g}" for value in std)}
-    assert choose(images, **flags)[1] == [remark.format(**words) for remark in remarks]
+    measured = measure_statistics(images).statistics
+    mean, std = [" ".join(f"{value:.6g}" for value in values) for values in measured]
+    _, found = choose(images, **flags)
+    assert found == [remark.format(mean=mean, std=std) for remark in remarks]
 
 
 def test_remarks_name_the_encoder(tmp_path):
     images = open_arrays(tmp_path)
-    encoder = {"path": str(save_checkpoint(tmp_path, 1, {}, STORED))}
-    assert choose(images, encoder=encoder)[1] == ["note: pixel mean and deviation are those of the encoder"]
+    path = save_checkpoint(tmp_path, 1, {}, STORED)
+    encoder = {"path": str(path)}
+    _, remarks = choose(images, encoder=encoder)
+    assert remarks == ["note: pixel mean and deviation are those of the encoder"]
     statistics, remarks = choose(images, encoder=encoder, mean=GIVEN)
     assert statistics == (GIVEN, [0.125, 0.25])
     assert remarks == [
@@ -111,25 +122,27 @@ def test_remarks_name_the_encoder(tmp_path):
     ]
 
 
+HALVES = [0.5, 0.5, 0.5]
+OTHER = {"mean": HALVES, "std": [0.25, 0.25, 0.25]}
+
+
 @pytest.mark.parametrize(
     ("stored", "flags", "remarks"),
     [
-        ({}, {"mean": [0.5] * 3}, ["note: --mean is not the encoder's, which is 0.485 0.456 0.406"]),
+        ({}, {"mean": HALVES}, ["note: --mean is not the encoder's, which is 0.485 0.456 0.406"]),
         ({}, {"mean": MEAN, "std": [0.2291, 0.224, 0.225]}, []),
-        ({"mean": [0.5] * 3, "std": [0.25] * 3}, {"mean": [0.5] * 3, "std": [0.25] * 3}, []),
-        (
-            {"mean": [0.5] * 3, "std": [0.25] * 3},
-            {"mean": [0.5] * 3, "std": STD},
-            ["note: --std is not the encoder's, which is 0.25 0.25 0.25"],
-        ),
+        (OTHER, OTHER, []),
+        (OTHER, OTHER | {"std": STD}, ["note: --std is not the encoder's, which is 0.25 0.25 0.25"]),
     ],
 )
 def test_given_statistics_that_are_not_the_encoder_s_are_said(photos, tmp_path, stored, flags, remarks):
     """Without statistics in the file, the encoder's were ImageNet's."""
     path = save_checkpoint(tmp_path, 1, {}, {"settings": stored, "pixels": "uint8"})
     images = open_images("folder", photos)
-    assert choose(images, encoder={"path": str(path)}, **flags)[1] == remarks
-    assert choose(images, **flags)[1] == []
+    _, found = choose(images, encoder={"path": str(path)}, **flags)
+    assert found == remarks
+    _, found = choose(images, **flags)
+    assert found == []
 
 
 # ------------------------------------------------------------------------------------------ marks of missing pixels
@@ -137,7 +150,8 @@ def test_given_statistics_that_are_not_the_encoder_s_are_said(photos, tmp_path, 
 
 def measure(folder, images, dtype="float32"):
     save_arrays(folder, *images.astype(dtype))
-    return measure_statistics(open_images("folder", folder, in_chans=images.shape[-1]))
+    opened = open_images("folder", folder, in_chans=images.shape[-1])
+    return measure_statistics(opened)
 
 
 @pytest.mark.parametrize("fill", [-9999.0, -3.4e38, 1e20])
@@ -157,7 +171,8 @@ def test_a_mark_of_missing_pixels_is_named_with_its_number(tmp_path, fill):
 def test_the_warning_is_in_the_remarks_of_a_run(tmp_path):
     images = np.random.default_rng(0).random((4, 8, 8, 1), np.float32)
     images[:, 0, 0] = -9999
-    _, remarks = choose(open_images("folder", save_arrays(tmp_path, *images), in_chans=1))
+    save_arrays(tmp_path, *images)
+    _, remarks = choose(open_images("folder", tmp_path, in_chans=1))
     assert len(remarks) == 2
     assert "4 of 256 measured pixels of channel 0" in remarks[1]
 
@@ -172,7 +187,8 @@ def collimated(rng):
 def sparse(rng):
     """A background that is exactly zero, and some beads of nearly the same brightness."""
     images = np.zeros((16, 40, 40, 1))
-    images[:, 10:14, 10:14] = 0.9 + 0.05 * rng.random((16, 4, 4, 1))
+    beads = 0.9 + 0.05 * rng.random((16, 4, 4, 1))
+    images[:, 10:14, 10:14] = beads
     return images
 
 
@@ -184,11 +200,13 @@ def one_peak(rng):
 
 
 def saturated(rng):
-    return (1.5 * rng.random((16, 40, 40, 1))).clip(0, 1)
+    light = 1.5 * rng.random((16, 40, 40, 1))
+    return light.clip(0, 1)
 
 
 def two_values(rng):
-    return (rng.random((16, 40, 40, 1)) < 0.2).astype(float)
+    is_bright = rng.random((16, 40, 40, 1)) < 0.2
+    return is_bright.astype(float)
 
 
 @pytest.mark.parametrize("make", [saturated, collimated, sparse, one_peak, two_values])
