@@ -43,6 +43,12 @@ def write_photo(path, size=(48, 40), seed=0):
     coarse.resize(size, Image.BICUBIC).save(path)
 
 
+def read_photo(path):
+    """[3, H, W] of uint8, by Pillow."""
+    pixels = np.array(Image.open(path).convert("RGB"))
+    return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory):
     """ROOT/train/{cat,dog}/*.jpg, 24 images of several sizes."""

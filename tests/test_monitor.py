@@ -1,6 +1,5 @@
 """The evaluation during pre-training: its figures, its schedule, and that it changes nothing else."""
 
-import json
 import math
 import re
 import shutil
@@ -9,13 +8,12 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import main_pretrain
 import monitor
 from frameworks import registry
-from tests.conftest import write_photo
+from tests.conftest import read_photo, write_photo
 from tests.gmac import forward_gmac
 from tests.runs import assert_same_state, pretrain, reports, reports_without_times
 from tests.two_processes import run_in_two_processes
@@ -43,9 +41,11 @@ def data(photos, tmp_path_factory):
     root = tmp_path_factory.mktemp("labelled")
     shutil.copytree(photos / "train", root / "train")
     for label, name in enumerate(("cat", "dog")):
-        (root / "val" / name).mkdir(parents=True)
+        folder = root / "val" / name
+        folder.mkdir(parents=True)
         for i in range(5):
-            write_photo(root / "val" / name / f"{i}.jpg", size=(44 + 3 * i, 50), seed=1000 + 100 * label + i)
+            seed = 1000 + 100 * label + i
+            write_photo(folder / f"{i}.jpg", size=(44 + 3 * i, 50), seed=seed)
     return root
 
 
@@ -67,10 +67,16 @@ def evaluations(folder):
     return [report for report in reports(folder) if "rankme" in report]
 
 
+def evaluated_steps(folder):
+    return [report["step"] for report in evaluations(folder)]
+
+
 def test_weights_and_losses_are_bit_equal_with_and_without(plain, watched):
-    assert_same_state(watched[1], plain[1])
-    others = [report for report in reports_without_times(watched[0]) if "rankme" not in report]
-    assert others == reports_without_times(plain[0])
+    folder, expected = plain
+    watched_folder, found = watched
+    assert_same_state(found, expected)
+    others = [report for report in reports_without_times(watched_folder) if "rankme" not in report]
+    assert others == reports_without_times(folder)
 
 
 @pytest.mark.fault("F2", "stops at an epoch's end and one step from it", "exact")
@@ -83,9 +89,11 @@ def test_weights_and_losses_are_bit_equal_with_and_without(plain, watched):
     ids=["on", "off"],
 )
 def test_evaluations_may_begin_or_end_on_resume(plain, data, tmp_path, before, after, steps):
+    _, expected = plain
     pretrain(data, tmp_path, *before, "--max_steps", 3)
-    assert_same_state(pretrain(data, tmp_path, *after, "--num_workers", 1), plain[1])
-    assert [report["step"] for report in evaluations(tmp_path)] == steps
+    resumed = pretrain(data, tmp_path, *after, "--num_workers", 1)
+    assert_same_state(resumed, expected)
+    assert evaluated_steps(tmp_path) == steps
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +107,11 @@ def slow_features(watched, data):
         labels = []
         for label, name in enumerate(("cat", "dog")):
             for path in (data / split / name).iterdir():
-                img = torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1)
-                img = Normalize()(ResizeCenterCrop(32)(img).unsqueeze(0)).double()
+                img = ResizeCenterCrop(32)(read_photo(path))
                 with torch.no_grad():
-                    tokens = model.forward_features(img)[0].numpy()
-                vectors.append({"mean": tokens[1:].mean(axis=0), "cls": tokens[0]})
+                    (tokens,) = model.forward_features(Normalize()(img[None]).double())
+                cls, *patches = tokens.numpy()
+                vectors.append({"mean": np.mean(patches, axis=0), "cls": cls})
                 labels.append(label)
         features[split] = (vectors, labels)
     return features
@@ -126,9 +134,10 @@ def test_accuracies_are_those_of_a_slow_evaluation_of_the_checkpoint(watched, sl
         moments = mean_and_std(bank)
     num_hits = 0
     for vectors, label in zip(*slow_features["val"], strict=True):
-        nearest = slow_ranking(bank, labels, vectors[feature], 2, 20, moments)[0]
+        nearest, _ = slow_ranking(bank, labels, vectors[feature], 2, 20, moments)
         num_hits += nearest == label
-    assert evaluations(watched[0])[-1][measure] == pytest.approx(100 * num_hits / 10)
+    last = evaluations(watched[0])[-1]
+    assert last[measure] == pytest.approx(100 * num_hits / 10)
 
 
 def test_rankme_is_that_of_a_slow_evaluation_of_the_checkpoint(watched, slow_features):
@@ -136,13 +145,15 @@ def test_rankme_is_that_of_a_slow_evaluation_of_the_checkpoint(watched, slow_fea
     bank = np.stack([vectors["mean"] for vectors in images])
     last = evaluations(watched[0])[-1]
     assert last["rankme"] == pytest.approx(slow_rankme(bank), rel=1e-4)
-    assert last["rankme_centred"] == pytest.approx(slow_rankme(bank, centred=True), rel=1e-2)
+    centred = slow_rankme(bank, centred=True)
+    assert last["rankme_centred"] == pytest.approx(centred, rel=1e-2)
 
 
 def test_a_run_reports_its_evaluations_everywhere(watched):
     folder, _ = watched
     found = evaluations(folder)
-    assert [(report["step"], report["epoch"]) for report in found] == [(0, -1), (3, 0), (6, 1)]
+    assert evaluated_steps(folder) == [0, 3, 6]
+    assert [report["epoch"] for report in found] == [-1, 0, 1]
     for report in found:
         assert {*ACCURACIES, "rankme", "rankme_centred", "knn_seconds"} <= report.keys()
         assert "knn_top5" not in report  # of two classes
@@ -165,9 +176,9 @@ def test_a_finished_run_says_its_first_and_last_evaluation_again(watched, data, 
 def test_evaluations_come_every_few_epochs_and_at_the_end(data, tmp_path):
     flags = ("--epochs", 3, "--knn_every", 2, "--knn_train", 7)
     pretrain(data, tmp_path, *flags, "--max_steps", 5)
-    assert [report["step"] for report in evaluations(tmp_path)] == [0]
+    assert evaluated_steps(tmp_path) == [0]
     pretrain(data, tmp_path, *flags)
-    assert [report["step"] for report in evaluations(tmp_path)] == [0, 6, 9]
+    assert evaluated_steps(tmp_path) == [0, 6, 9]
 
 
 @pytest.mark.parametrize("killed_at", [0, 6])
@@ -191,7 +202,7 @@ def test_a_kill_inside_the_evaluation_costs_nothing(watched, data, tmp_path, mon
 def test_a_new_run_in_a_used_folder_does_not_take_over_the_first_figure(data, tmp_path):
     """No checkpoint was written, so another seed starts anew."""
     (tmp_path / ".lock").touch()
-    (tmp_path / "log.jsonl").write_text(json.dumps({"step": 0, "rankme": 1.25}) + "\n")
+    (tmp_path / "log.jsonl").write_text('{"step": 0, "rankme": 1.25}\n')
     pretrain(data, tmp_path, *KNN, "--max_steps", 1)
     (evaluation,) = evaluations(tmp_path)
     assert evaluation["rankme"] != 1.25
@@ -262,7 +273,8 @@ def test_unreadable_images_are_replaced(data, tmp_path):
     for split in ("train", "val"):
         (root / split / "cat" / "0.jpg").write_bytes(b"no image")
     pretrain(root, tmp_path / "out", *KNN, "--max_bad_fraction", 0.2, "--max_steps", 1)
-    assert 0 <= evaluations(tmp_path / "out")[0]["knn_top1"] <= 100
+    first, *_ = evaluations(tmp_path / "out")
+    assert 0 <= first["knn_top1"] <= 100
 
 
 @pytest.mark.parametrize("value", [torch.nan, 1e30])
@@ -281,7 +293,7 @@ def test_features_that_are_not_finite_are_said_and_end_the_run_at_its_end(data, 
             pretrain(data, tmp_path, *KNN)
         assert stop.value.code == 3
         assert "error: the features of the encoder are not finite" in capsys.readouterr().err
-    assert [report["step"] for report in evaluations(tmp_path)] == [0, 3, 6, 6]
+    assert evaluated_steps(tmp_path) == [0, 3, 6, 6]
     assert newest_checkpoint(tmp_path)[0].name == "checkpoint-6.pth"
 
 
@@ -291,12 +303,14 @@ def test_the_bank_is_a_random_part_that_depends_on_the_seed_alone():
     assert sorted(bank) == bank.tolist()
     assert bank.max() < 1000
     assert np.array_equal(bank, monitor.bank_images(1000, 100, 0))
-    assert len(np.intersect1d(bank, monitor.bank_images(1000, 100, 1))) < 30
+    other = monitor.bank_images(1000, 100, 1)
+    assert len(np.intersect1d(bank, other)) < 30
 
 
 @pytest.mark.parametrize("number", [0, 99])
 def test_the_bank_may_hold_all_images(number):
-    assert monitor.bank_images(10, number, 0).tolist() == list(range(10))
+    bank = monitor.bank_images(10, number, 0)
+    assert bank.tolist() == list(range(10))
 
 
 # ------------------------------------------------------------------------------------------------- several processes
@@ -322,7 +336,8 @@ def _scores(rank, leave_one_out, world_size=2):
     scores = {"rankme": moments.rankme(centred=True)}
     protocol = KnnProtocol(6, (1, 5, 20, 80), leave_one_out=leave_one_out)
     shared_queries = share_of(queries, torch.arange(0, 73, 2))
-    for k, accuracies in knn_accuracy(bank, shared_queries, "mean", protocol, moments).items():
+    of_neighbours = knn_accuracy(bank, shared_queries, "mean", protocol, moments)
+    for k, accuracies in of_neighbours.items():
         for name, value in accuracies.items():
             scores[f"{k} {name}"] = value
     return scores
@@ -340,20 +355,28 @@ def _score_few_images(rank, folder, num_bank, num_queries):
     """Features and kNN accuracies of so few images that a process may have none."""
     network = torch.nn.Linear(3 * 8 * 8, 5, bias=False)
     with torch.no_grad():
-        network.weight.copy_(torch.linspace(-1, 1, network.weight.numel()).sin().view_as(network.weight))
+        values = torch.linspace(-1, 1, network.weight.numel()).sin()
+        network.weight.copy_(values.view_as(network.weight))
     dataset = AddressedDataset(open_images("folder", folder), ResizeCenterCrop((8, 8)))
 
     def encode(imgs):
         return {"first": network(imgs.flatten(1)), "second": imgs.mean(dim=(2, 3))}
 
     context = EvalContext(Normalize(), nullcontext, batch_size=4, num_workers=0)
-    bank = extract_features(encode, network, dataset, np.arange(3, 3 + num_bank), context)
-    queries = extract_features(encode, network, dataset, np.arange(23 - num_queries, 23), context)
+    of_bank = np.arange(3, 3 + num_bank)
+    of_queries = np.arange(23 - num_queries, 23)
+    bank = extract_features(encode, network, dataset, of_bank, context)
+    queries = extract_features(encode, network, dataset, of_queries, context)
     results = {}
     for name, x in bank.values.items():
         moments = moments_of_all(x)
         scores = knn_accuracy(bank, queries, name, KnnProtocol(2, (1, 20)), moments)
-        results[name] = (moments.mean.numpy(), moments.gram.numpy(), scores[1]["top1"], scores[20]["top1"])
+        results[name] = (
+            moments.mean.numpy(),
+            moments.gram.numpy(),
+            scores[1]["top1"],
+            scores[20]["top1"],
+        )
     return len(bank.labels), results
 
 
@@ -378,7 +401,8 @@ def test_a_process_without_images_takes_part(photos, num_bank, num_queries, shar
 
 def pretrain_in_two_processes(data, folder, *flags):
     """Returns the evaluations."""
-    code, out = run_by_torchrun("main_pretrain.py", *pretrain.command(data, folder, *KNN, *flags))
+    command = pretrain.command(data, folder, *KNN, *flags)
+    code, out = run_by_torchrun("main_pretrain.py", *command)
     assert code == 0, out[-3000:]
     return evaluations(folder)
 
@@ -393,9 +417,10 @@ def test_a_run_of_two_processes_with_a_bank_of_one_image(data, tmp_path):
 @pytest.mark.parametrize("flags", [(), ("--shard",)], ids=["ddp", "sharded"])
 def test_a_run_of_two_processes_logs_what_one_does(data, tmp_path, flags):
     """The processes have unequal shares of the images: 7 batches of 2 and of 1 for 13 training images."""
+    small = ("--knn_train", 13, "--max_steps", 3)
     flags = ("--batch_size", 2, "--accum_iter", 2, *flags)
-    two = pretrain_in_two_processes(data, tmp_path / "two", "--knn_train", 13, "--max_steps", 3, *flags)
-    pretrain(data, tmp_path / "one", *KNN, "--knn_train", 13, "--max_steps", 3)
+    two = pretrain_in_two_processes(data, tmp_path / "two", *small, *flags)
+    pretrain(data, tmp_path / "one", *KNN, *small)
     for ours, theirs in zip(two, evaluations(tmp_path / "one"), strict=True):
         for name in ("step", *ACCURACIES):
             assert ours[name] == theirs[name]
