@@ -27,8 +27,9 @@ def test_patchify_layout_and_inverse():
     imgs = torch.randn(2, 5, 16, 24)
     patches = patchify(imgs, 8)
     assert patches.shape == (2, 6, 320)
-    # token 4 is row 1, column 1; value (row 3, column 7, channel 2) with the channel fastest
-    assert patches[1, 4, (3 * 8 + 7) * 5 + 2] == imgs[1, 2, 8 + 3, 8 + 7]
+    token = patches[1, 4]  # row 1, column 1
+    value = token[(3 * 8 + 7) * 5 + 2]  # of row 3, column 7, channel 2, with the channel fastest
+    assert value == imgs[1, 2, 8 + 3, 8 + 7]
     assert torch.equal(unpatchify(patches, 8, (2, 3)), imgs)
 
 
@@ -36,8 +37,8 @@ def test_patchify_layout_and_inverse():
 def test_patch_embed_is_the_convolution(in_chans):
     embed = PatchEmbed(8, in_chans, 12).double()
     imgs = torch.randn(2, in_chans, 16, 24, dtype=torch.float64)
-    expected = nn.functional.conv2d(imgs, embed.proj.weight, embed.proj.bias, stride=8).flatten(2).transpose(1, 2)
-    assert_close(embed(patchify(imgs, 8)), expected)
+    grid = nn.functional.conv2d(imgs, embed.proj.weight, embed.proj.bias, stride=8)
+    assert_close(embed(patchify(imgs, 8)), grid.flatten(2).mT)
 
 
 @torch.no_grad()
@@ -50,7 +51,8 @@ def test_equals_timm_on_the_same_weights(global_pool):
     ours.load_state_dict(theirs.state_dict())  # the same names, all of them
     imgs = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     assert_close(ours(imgs), theirs(imgs), rtol=1e-9, atol=1e-9)
-    assert_close(ours.forward_features(imgs), theirs.forward_features(imgs), rtol=1e-9, atol=1e-9)
+    features = ours.forward_features(imgs)
+    assert_close(features, theirs.forward_features(imgs), rtol=1e-9, atol=1e-9)
 
 
 @torch.no_grad()
@@ -59,14 +61,15 @@ def test_cls_attention_is_the_softmax_of_the_last_block(num_cls_tokens):
     """From the first class token to the patches."""
     torch.manual_seed(0)
     model = perturbed(ViTEncoder(**SIZES | dict(depth=3), num_cls_tokens=num_cls_tokens))
-    qkv = model.blocks[-1].attn.qkv
+    last = model.blocks[-1]
     inputs = []
-    model.blocks[-1].norm1.register_forward_hook(lambda module, args, output: inputs.append(output))
-    found = model.cls_attention(torch.randn(2, 3, 32, 32, dtype=torch.float64))
+    last.norm1.register_forward_hook(lambda module, args, output: inputs.extend(output))
+    imgs = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    found = model.cls_attention(imgs)
     assert found.shape == (2, 3, 16)
     assert found.dtype == torch.float32
     for b in range(2):
-        q, k, _ = qkv(inputs[0][b]).chunk(3, dim=1)  # [T, D] each
+        q, k, _ = last.attn.qkv(inputs[b]).chunk(3, dim=1)  # [T, D] each
         for head in range(3):
             span = slice(16 * head, 16 * head + 16)
             logits = k[:, span] @ q[0, span] / 4  # the root of 16 channels
@@ -114,9 +117,11 @@ def test_drop_path_compiled_drops_images_at_its_rate(rate):
     x = torch.ones(4000, 2, 3, requires_grad=True)
     compiled = torch.compile(drop_path, fullgraph=True, dynamic=False, backend="aot_eager")(x)
     kept = compiled != 0
-    assert torch.equal(kept, kept[:, :1, :1].expand_as(x))
-    assert_close(compiled[kept], torch.full_like(compiled[kept], 1 / (1 - rate)))
-    assert kept[:, 0, 0].float().mean().item() == pytest.approx(1 - rate, abs=0.03)  # 4 sigma
+    of_images = kept[:, :1, :1]
+    assert torch.equal(kept, of_images.expand_as(x))
+    assert_close(compiled, kept / (1 - rate))
+    share = of_images.float().mean()
+    assert share.item() == pytest.approx(1 - rate, abs=0.03)  # 4 sigma
     compiled.sum().backward()
     assert torch.equal(x.grad, compiled)
     torch.manual_seed(1)
@@ -131,8 +136,10 @@ def test_published_sizes():
         base = vit_base_patch16(num_classes=1000)
         theirs = timm.create_model("vit_base_patch16_224", global_pool="avg")
         huge = vit_huge_patch14()
-    shapes = {name: parameter.shape for name, parameter in base.named_parameters()}
-    assert shapes == {name: parameter.shape for name, parameter in theirs.named_parameters()}
+    ours, of_timm = [
+        {name: parameter.shape for name, parameter in model.named_parameters()} for model in (base, theirs)
+    ]
+    assert ours == of_timm
     assert base.blocks[0].attn.num_heads == theirs.blocks[0].attn.num_heads
     assert huge.embed_dim == 1280
     assert len(huge.blocks) == 32
@@ -208,7 +215,10 @@ def test_frozen_parts_are_frozen_in_eval_mode_and_outside_autograd(trainable_blo
     model.freeze_all_but(trainable_blocks)
     model.train()
     is_trained = [i >= 4 - trainable_blocks for i in range(4)]
-    prefixes = ("head.", "fc_norm.", *(f"blocks.{i}." for i in range(4) if is_trained[i]))
+    prefixes = ("head.", "fc_norm.")
+    for i in range(4):
+        if is_trained[i]:
+            prefixes += (f"blocks.{i}.",)
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == name.startswith(prefixes), name
     assert [block.training for block in model.blocks] == is_trained
@@ -225,10 +235,12 @@ def test_frozen_parts_are_frozen_in_eval_mode_and_outside_autograd(trainable_blo
 def test_the_probe_s_head_is_mae_s():
     """It is a BatchNorm without parameters (eps 1e-6) and a linear layer of std .01, under MAE's key names."""
     torch.manual_seed(0)
-    head = VisionTransformer(num_classes=200, global_pool="token", probe=True, **SIZES).head
+    model = VisionTransformer(num_classes=200, global_pool="token", probe=True, **SIZES)
+    head = model.head
     assert set(head.state_dict()) >= {"0.running_mean", "0.running_var", "1.weight", "1.bias"}
     weight = head[1].weight
     assert weight.std().item() == pytest.approx(0.01, rel=0.05)
     x = torch.randn(64, 48) / 1000  # so small that eps shows
-    normalised = (x - x.mean(dim=0)) / (x.var(dim=0, unbiased=False) + 1e-6).sqrt()
+    variance = x.var(dim=0, unbiased=False)
+    normalised = (x - x.mean(dim=0)) / (variance + 1e-6).sqrt()
     assert_close(head(x), normalised @ weight.T)

@@ -73,9 +73,9 @@ def test_load_encoder_resizes_positions(tmp_path, source_size, size, settings):
     model = a_classifier(img_size=size)
     assert load_encoder(model, path).resized == ["pos_embed"]
     assert torch.equal(model.pos_embed[:, 0], source.pos_embed[:, 0])
-    grid = source.pos_embed[:, 1:].transpose(1, 2).unflatten(2, source.grid_size)
-    resized = torch.nn.functional.interpolate(grid, size=model.grid_size, mode="bicubic", align_corners=False)
-    torch.testing.assert_close(model.pos_embed[:, 1:], resized.flatten(2).transpose(1, 2))
+    grid = source.pos_embed[:, 1:].mT.unflatten(2, source.grid_size)
+    resized = torch.nn.functional.interpolate(grid, size=model.grid_size, mode="bicubic")
+    torch.testing.assert_close(model.pos_embed[:, 1:], resized.flatten(2).mT)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,11 @@ def test_folders_of_timm_say_their_statistics_and_view(tmp_path):
     theirs.pretrained_cfg |= {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "crop_pct": 0.9}
     timm.models.save_for_hf(theirs, tmp_path / "vit", safe_serialization=True)
     weights = read(tmp_path / "vit")
-    assert weights.pixels == {"pixels": "uint8", "mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4]}
+    assert weights.pixels == {
+        "pixels": "uint8",
+        "mean": [0.5, 0.4, 0.3],
+        "std": [0.2, 0.3, 0.4],
+    }
     assert load_classifier(tmp_path / "vit").settings["crop_pct"] == 0.9
 
 
@@ -331,7 +335,8 @@ def test_a_folder_of_transformers_is_evaluated_and_fine_tuned(labelled, tmp_path
     found = evaluate(labelled, folder, "--crop_pct", "1")
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-3)
     assert found["num_images"] == 7
-    meta = finetune(labelled, tmp_path / "out", *PLAIN, "--finetune", folder, "--max_steps", 1)["meta"]
+    content = finetune(labelled, tmp_path / "out", *PLAIN, "--finetune", folder, "--max_steps", 1)
+    meta = content["meta"]
     assert meta["encoder"]["path"] == str(folder / "model.safetensors")
     assert meta["settings"]["mean"] == [0.5] * 3
     assert "LayerNorms with eps 1e-12, here eps is 1e-06" in capsys.readouterr().out

@@ -12,7 +12,8 @@ def slow_hog(img, cell, num_bins, bias=(0.0, 0.0)):
     """Returns {(row, column) of a cell: histograms of all colours, one after another} of an image [C, H, W]."""
     joined = {}
     for channel in img:
-        for place, histogram in slow_histograms(channel, cell, num_bins, *bias).items():
+        histograms = slow_histograms(channel, cell, num_bins, *bias)
+        for place, histogram in histograms.items():
             joined[place] = joined.get(place, []) + histogram
     return joined
 
@@ -37,16 +38,19 @@ def slow_histograms(channel, cell, num_bins, horizontal_bias, vertical_bias):
         for x in range(width):
             horizontal = horizontal_bias
             vertical = vertical_bias
-            for offset, weight in ((-1, 1), (0, 2), (1, 1)):
-                horizontal += weight * (pixel(y + offset, x - 1) - pixel(y + offset, x + 1))
-                vertical += weight * (pixel(y - 1, x + offset) - pixel(y + 1, x + offset))
+            for offset in (-1, 0, 1):
+                weight = 2 - abs(offset)
+                row = y + offset
+                column = x + offset
+                horizontal += weight * (pixel(row, x - 1) - pixel(row, x + 1))
+                vertical += weight * (pixel(y - 1, column) - pixel(y + 1, column))
             angle = math.atan2(horizontal, vertical)
             k = math.floor(angle / math.pi * num_bins) % num_bins
-            histogram = histograms.setdefault((y // cell, x // cell), [0.0] * num_bins)
+            place = (y // cell, x // cell)
+            histogram = histograms.setdefault(place, [0.0] * num_bins)
             histogram[k] += math.hypot(horizontal, vertical) / cell**2
     for histogram in histograms.values():
-        norm = math.sqrt(sum(value**2 for value in histogram))
-        norm = max(norm, 1e-12)
+        norm = max(math.hypot(*histogram), 1e-12)
         histogram[:] = [value / norm for value in histogram]
     return histograms
 
@@ -59,8 +63,8 @@ def tie_free(size, seed=0):
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.randn(2, 3, 7, 7, dtype=torch.float64, generator=generator)
     imgs = nn.functional.interpolate(coarse, size=size, mode="bicubic", align_corners=True)
-    imgs[..., :2] = imgs[..., 2:3].clone()
-    imgs[..., -2:] = imgs[..., -3:-2].clone()
+    imgs[..., :2] = imgs[..., [2]]
+    imgs[..., -2:] = imgs[..., [-3]]
     return imgs
 
 
@@ -68,17 +72,19 @@ def tie_free(size, seed=0):
 @pytest.mark.parametrize("biased", [False, True])
 def test_against_a_loop_over_pixels(num_bins, biased):
     imgs = tie_free((16, 24))
-    bias = torch.zeros(3, 2, dtype=torch.float64)
+    cells = (2, 4, 8)
+    biases = [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
+    bias = None
     if biased:
-        bias = torch.tensor([[0.3, -0.2], [0.1, 0.25], [-0.3, 0.05]], dtype=torch.float64)
-    found = hog(imgs, (2, 4, 8), num_bins, bias if biased else None)
-    for level, cell in enumerate((2, 4, 8)):
+        biases = [[0.3, -0.2], [0.1, 0.25], [-0.3, 0.05]]
+        bias = torch.tensor(biases, dtype=torch.float64)
+    found = hog(imgs, cells, num_bins, bias)
+    for level, cell in enumerate(cells):
         assert found[level].shape == (2, 3 * num_bins, 16 // cell, 24 // cell)
-        for b in range(2):
-            expected = slow_hog(imgs[b], cell, num_bins, bias[level].tolist())
+        for img, values in zip(imgs, found[level], strict=True):
+            expected = slow_hog(img, cell, num_bins, biases[level])
             for (row, column), histograms in expected.items():
-                values = found[level][b, :, row, column].tolist()
-                assert values == pytest.approx(histograms, rel=1e-9, abs=1e-9)
+                assert values[:, row, column].tolist() == pytest.approx(histograms, rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +103,10 @@ def test_against_a_loop_over_pixels(num_bins, biased):
     ],
 )
 def test_orientation_of_ramps(down, across, bin_of_9, bin_of_18):
-    y, x = torch.meshgrid(torch.arange(24.0), torch.arange(24.0), indexing="ij")
-    ramp = (down * y + across * x).view(1, 1, 24, 24)
+    places = torch.arange(24.0)
+    ramp = down * places[:, None] + across * places
     for num_bins, expected in ((9, bin_of_9), (18, bin_of_18)):
-        (histograms,) = hog(ramp, (8,), num_bins)
+        (histograms,) = hog(ramp[None, None], (8,), num_bins)
         inner = histograms[0, :, 1, 1]
         assert inner[expected] == 1
         assert inner.sum() == 1
@@ -139,9 +145,10 @@ def test_cells_that_do_not_divide_the_image_are_refused():
 
 def test_orientations_have_colours():
     """A single bin gives a bright colour of its own. Equal bins give black."""
-    one_bin = torch.eye(9).repeat(3, 1).view(1, 27, 1, 9)  # in cell k only bin k is filled
-    colors = orientation_colors(one_bin, 9)[0, :, 0].T
-    assert len(colors.round(decimals=3).unique(dim=0)) == 9
+    one_bin = torch.eye(9).repeat(3, 1)  # in cell k only bin k is filled
+    painted = orientation_colors(one_bin.view(1, 27, 1, 9), 9)
+    colors = painted[0, :, 0].round(decimals=3)
+    assert len(colors.unique(dim=1).T) == 9
     assert colors.max() > 0.9
     equal_bins = torch.ones(1, 27, 1, 1)
     assert orientation_colors(equal_bins, 9).max() < 1e-5

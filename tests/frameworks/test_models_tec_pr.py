@@ -15,7 +15,15 @@ from tests import slow_mae
 from tests.test_models_mae_pr import assert_same_weights, orders, perturbed, segments
 
 ENCODER = dict(img_size=32, patch_size=8, embed_dim=24, depth=4, num_heads=3)
-SIZES = ENCODER | dict(decoder_embed_dim=16, decoder_num_heads=2, num_adap=2, kernel_size=3, att_topk=3, att_tau=1.7)
+SIZES = dict(
+    **ENCODER,
+    decoder_embed_dim=16,
+    decoder_num_heads=2,
+    num_adap=2,
+    kernel_size=3,
+    att_topk=3,
+    att_tau=1.7,
+)
 ARMS = [(0.0, True), (0.5, False), (0.5, True)]
 
 
@@ -23,14 +31,20 @@ def build(throw_ratio=0.5, progressive=True, teacher=None, **options):
     torch.manual_seed(0)
     if teacher is None:  # of another size than the student
         teacher = Teacher(img_size=32, patch_size=8, embed_dim=20, depth=3, num_heads=5)
-    model = TECViT(**SIZES | dict(throw_ratio=throw_ratio, progressive=progressive, teacher=teacher) | options)
+    model = TECViT(
+        **SIZES | options,
+        throw_ratio=throw_ratio,
+        progressive=progressive,
+        teacher=teacher,
+    )
     for parameter in model.teacher.parameters():
         parameter.add_(0.3 * torch.randn_like(parameter))
     return perturbed(model)
 
 
 def a_batch(model, size=2):
-    return torch.randn(size, 3, 32, 32, dtype=torch.float64), orders(model, size)
+    imgs = torch.randn(size, 3, 32, 32, dtype=torch.float64)
+    return imgs, orders(model, size)
 
 
 # -------------------------------------------------------------------------------------------------- the slow derivation
@@ -41,21 +55,26 @@ def slow_teacher(w, img, keys):
 
     keys: the tokens that attention may reach.
     """
-    tokens = {"cls": w["cls_token"][0, 0] + w["pos_embed"][0, 0]}
+    positions = w["pos_embed"][0]
+    tokens = {"cls": w["cls_token"][0, 0] + positions[0]}
     for t in range(16):
-        tokens[t] = slow_mae.embed(img, t, 8, w) + w["pos_embed"][0, 1 + t]
+        tokens[t] = slow_mae.embed(img, t, 8, w) + positions[1 + t]
     for layer in range(2):
         tokens = slow_mae.block(tokens, w, f"blocks.{layer}", heads=5)
     last = slow_mae.block(tokens, w, "blocks.2", heads=5)
-    features = torch.stack([(tokens[t] + last[t]) / 2 for t in range(16)])
-    features = (features - features.mean(dim=0)) / (features.var(dim=0) + 1e-6).sqrt()
+    means = torch.stack([(tokens[t] + last[t]) / 2 for t in range(16)])
+    deviations = (means.var(dim=0) + 1e-6).sqrt()
+    features = (means - means.mean(dim=0)) / deviations
     qk = {}
     for t, x in tokens.items():
-        qkv = slow_mae.linear(slow_mae.norm(x, w, "blocks.2.norm1"), w, "blocks.2.attn.qkv")
+        normed = slow_mae.norm(x, w, "blocks.2.norm1")
+        qkv = slow_mae.linear(normed, w, "blocks.2.attn.qkv")
         qk[t] = (qkv[:20], qkv[20:40])
     relevance = {}
     for t in keys:
-        relevance[t] = sum(products(qk, "cls", [t], head, width=4) for head in range(5))
+        relevance[t] = 0.0
+        for head in range(5):
+            relevance[t] += products(qk, "cls", [t], head, width=4)
     most_relevant = sorted(keys, key=relevance.get, reverse=True)
     return features, ["cls", *most_relevant[:3]], qk
 
@@ -63,13 +82,20 @@ def slow_teacher(w, img, keys):
 def products(qk, query, keys, head, width):
     """Returns the logits of one query and head, divided by the root of `width`. A head has 4 channels."""
     span = slice(4 * head, 4 * head + 4)
-    return torch.stack([qk[query][0][span] @ qk[key][1][span] / math.sqrt(width) for key in keys])
+    q, _ = qk[query]
+    logits = []
+    for key in keys:
+        _, k = qk[key]
+        logits.append(q[span] @ k[span] / math.sqrt(width))
+    return torch.stack(logits)
 
 
 def slow_latent(w, img, visible):
-    tokens = {"cls": slow_mae.mlp(w["cls_token"][0, 0], w, "cls_token_mlp") + w["pos_embed"][0, 0]}
+    positions = w["pos_embed"][0]
+    cls_token = slow_mae.mlp(w["cls_token"][0, 0], w, "cls_token_mlp")
+    tokens = {"cls": cls_token + positions[0]}
     for t in visible:
-        tokens[t] = slow_mae.embed(img, t, 8, w) + w["pos_embed"][0, 1 + t]
+        tokens[t] = slow_mae.embed(img, t, 8, w) + positions[1 + t]
     outputs = []
     for layer in range(4):
         tokens = slow_mae.block(tokens, w, f"blocks.{layer}", heads=3)
@@ -97,12 +123,14 @@ def slow_decoder(w, name, latent, retained, thrown):
     tokens = slow_mae.transformer(tokens, w, "decoder_fea.blocks", heads=2)
     cells = dict(tokens)
     del cells["cls"]
+    operator = f"{name}.aggregation.operator"
     for t in thrown:
-        kernel = {kind: w[f"{name}.aggregation.operator.{kind}"] for kind in ("weight", "bias")}
+        kernel = {"weight": w[f"{operator}.weight"], "bias": w[f"{operator}.bias"]}
         tokens[t] = slow_mae.aggregate(cells, t, 4, kernel)
     predictions = {}
     for t, x in tokens.items():
-        predictions[t] = slow_mae.linear(slow_mae.norm(x, w, f"{name}.norm"), w, f"{name}.pred")
+        normed = slow_mae.norm(x, w, f"{name}.norm")
+        predictions[t] = slow_mae.linear(normed, w, f"{name}.pred")
     return predictions
 
 
@@ -112,12 +140,17 @@ def slow_results(model, img, visible, retained, thrown):
     if not model.method.progressive:
         thrown = []
     keys = sorted([*visible, *retained, *thrown])
-    targets, queries, teacher_qk = slow_teacher(dict(model.teacher.named_parameters()), img, keys)
+    of_teacher = dict(model.teacher.named_parameters())
+    targets, queries, teacher_qk = slow_teacher(of_teacher, img, keys)
     latent = slow_latent(w, img, visible)
     features = slow_decoder(w, "decoder_fea", latent, retained, thrown)
-    errors = [((features[t] - targets[t]) ** 2).mean() for t in [*retained, *thrown]]
+    errors = []
+    for t in [*retained, *thrown]:
+        squares = (features[t] - targets[t]) ** 2
+        errors.append(squares.mean())
     student_qk = {}
-    for t, x in slow_decoder(w, "decoder_att", latent, retained, thrown).items():
+    queries_and_keys = slow_decoder(w, "decoder_att", latent, retained, thrown)
+    for t, x in queries_and_keys.items():
         student_qk[t] = (x[:20], x[20:])
     entropies = []
     crosses = []
@@ -126,9 +159,12 @@ def slow_results(model, img, visible, retained, thrown):
             ours = products(student_qk, query, keys, head, width=20)  # scaled by the width of all heads
             theirs = products(teacher_qk, query, keys, head, width=4) / 1.7
             shares = theirs.exp() / theirs.exp().sum()
-            crosses.append(-(shares * (ours - ours.exp().sum().log())).sum())
-            entropies.append(-(shares * shares.log()).sum())
-    return sum(errors) / len(errors), sum(crosses) / len(crosses), features, sum(entropies) / len(entropies)
+            log_shares = ours - ours.exp().sum().log()
+            crosses.append(-(shares @ log_shares))
+            entropies.append(-(shares @ shares.log()))
+    feature_loss = sum(errors) / len(errors)
+    attention_loss = sum(crosses) / len(crosses)
+    return feature_loss, attention_loss, features, sum(entropies) / len(entropies)
 
 
 @torch.no_grad()
@@ -140,11 +176,13 @@ def test_losses_and_predictions_against_the_slow_derivation(throw_ratio, progres
     pred, mask = model.reconstruct(imgs, ids)
     sums = {"feature": 0.0, "attention": 0.0, "entropy": 0.0}
     for b in range(2):
-        feature, attention, predictions, entropy = slow_results(model, imgs[b], *segments(ids[b], model.counts))
+        visible, retained, thrown = segments(ids[b], model.counts)
+        feature, attention, predictions, entropy = slow_results(model, imgs[b], visible, retained, thrown)
         sums["feature"] += feature / 2
         sums["attention"] += attention / 2
         sums["entropy"] += entropy / 2
-        assert set(mask[b].nonzero().flatten().tolist()) <= predictions.keys()
+        for token in mask[b].nonzero().flatten().tolist():
+            assert token in predictions
         del predictions["cls"]
         for token, value in predictions.items():
             assert_close(pred[b, token], value, rtol=1e-9, atol=1e-9)
@@ -159,8 +197,10 @@ def test_losses_and_predictions_against_the_slow_derivation(throw_ratio, progres
 
 def test_the_teacher_is_frozen_deterministic_and_in_no_checkpoint():
     model = build().train()
-    for names in (model.state_dict(), dict(model.named_parameters()), dict(model.named_modules())):
-        assert not any("teacher" in name for name in names)
+    names = list(model.state_dict())
+    names += dict(model.named_parameters())
+    names += dict(model.named_modules())
+    assert not any("teacher" in name for name in names)
     assert not model.teacher.training
     assert not any(parameter.requires_grad for parameter in model.teacher.parameters())
     imgs, ids = a_batch(model)
@@ -194,10 +234,12 @@ def test_the_initial_weights_of_the_encoder_do_not_depend_on_the_size_of_the_tea
     for make in (models_vit.vit_micro_patch4, models_vit.vit_mini_patch4):
         torch.save(make(global_pool="token").state_dict(), tmp_path / "teacher.pth")
         torch.manual_seed(0)
-        states.append(tec_vit_micro_patch4(teacher=tmp_path / "teacher.pth").state_dict())
-    for name, value in states[0].items():
+        model = tec_vit_micro_patch4(teacher=tmp_path / "teacher.pth")
+        states.append(model.state_dict())
+    micro, mini = states
+    for name, value in micro.items():
         if not name.startswith("decoder_"):
-            assert torch.equal(value, states[1][name]), name
+            assert torch.equal(value, mini[name]), name
 
 
 def test_sizes_of_vit_large():
@@ -225,8 +267,10 @@ def test_sizes_of_vit_base():
     assert len(model.encoder_adaptor.fuse_fcs) == 4
     assert len(model.decoder_fea.blocks) == 2
     assert not any(name.startswith("decoder_att.blocks") for name in weights)
-    assert (model.att_topk, model.att_tau) == (9, 1.0)
-    assert len(model.teacher.blocks) == model.teacher.num_heads == 12
+    assert model.att_topk == 9
+    assert model.att_tau == 1.0
+    assert len(model.teacher.blocks) == 12
+    assert model.teacher.num_heads == 12
 
 
 # ------------------------------------------------------------------------------------------------ names of the release
