@@ -108,7 +108,7 @@ def test_the_first_drawn_are_retained_the_next_thrown_the_last_visible(unit):
     counts = TokenCounts(4 * unit**2, 8 * unit**2, 4 * unit**2)
     sampler = AMTOrderSampler(4 * unit, counts, "attention", unit)
     rng = np.random.default_rng(0)
-    drawn = np.stack([rng.permutation(16) for _ in range(30)])  # by units: 0 is drawn first
+    drawn = rng.random((30, 16)).argsort(axis=1)  # by units: 0 is drawn first
     weights = of_tokens(1e6 ** (15 - drawn), unit)
     ids = sampler(noise_of(30, counts.num_tokens), weights=weights)
     draws = np.take_along_axis(of_tokens(drawn, unit), ids, axis=1)
@@ -129,16 +129,18 @@ def test_a_unit_is_retained_with_the_probability_of_its_weight(unit):
     sampler = AMTOrderSampler(side, counts, "attention", unit)
     weights = np.zeros((side, side))
     weights[::unit, unit - 1 :: unit] = [[1, 2], [3, 4]]  # one token of each unit has it all
-    ids = sampler(noise_of(num, side**2), weights=np.tile(weights.ravel(), (num, 1)))
+    of_images = np.tile(weights.ravel(), (num, 1))
+    ids = sampler(noise_of(num, side**2), weights=of_images)
     row, column = np.divmod(ids[:, counts.num_visible], side)  # of the first retained token
-    shares = np.bincount(row // unit * 2 + column // unit, minlength=4) / num
+    first_drawn = 2 * (row // unit) + column // unit
+    shares = np.bincount(first_drawn, minlength=4) / num
     assert shares == pytest.approx([0.1, 0.2, 0.3, 0.4], abs=0.015)
 
 
 def test_without_weights_all_sets_are_random():
     sampler = AMTOrderSampler(8, count_amt(64, 0.85, 0.4))
     ids = sampler(noise_of(4000, 64))
-    assert np.array_equal(np.sort(ids, axis=1), np.tile(np.arange(64), (4000, 1)))
+    assert (np.sort(ids, axis=1) == np.arange(64)).all()
     for segment in np.split(ids, [10, 38], axis=1):
         share = np.bincount(segment.ravel(), minlength=64) / 4000
         assert share == pytest.approx(segment.shape[1] / 64, abs=0.04)
@@ -172,9 +174,11 @@ def test_with_the_aggregation_both_phases_use_every_parameter(applies_to, has_ma
     ids = orders(model, 2)
     imgs = torch.randn(2, 3, 32, 32)
     model(imgs, ids)["pixel"].backward()
-    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, name
     _, mask = model.reconstruct(imgs, ids)
-    assert mask.sum(dim=1).tolist() == [model.counts.num_masked] * 2
+    assert (mask.sum(dim=1) == model.counts.num_masked).all()
 
 
 def test_weights_are_mae_s():
@@ -212,10 +216,11 @@ def test_cls_attention_is_the_softmax_of_the_last_block(kind):
     model = perturbed(kind(**SIMMIM))
     attention = model.blocks[-1].attn
     inputs = []
-    model.blocks[-1].norm1.register_forward_hook(lambda module, args, output: inputs.append(output))
-    found = model.cls_attention(torch.randn(2, 3, 24, 24, dtype=torch.float64))
+    model.blocks[-1].norm1.register_forward_hook(lambda module, args, output: inputs.extend(output))
+    imgs = torch.randn(2, 3, 24, 24, dtype=torch.float64)
+    found = model.cls_attention(imgs)
     assert found.shape == (2, 3, 36)
-    tokens = inputs[0][1]  # of the second image, [T, D]
+    tokens = inputs[1]  # of the second image, [T, D]
     q_weight, k_weight, _ = attention.qkv.weight.chunk(3)
     q = q_weight @ tokens[0] + attention.q_bias
     k = tokens @ k_weight.T
@@ -224,9 +229,11 @@ def test_cls_attention_is_the_softmax_of_the_last_block(kind):
         logits = k[:, span] @ q[span] / 8**0.5
         if kind is SimMIMViT:
             rows = [table_row("cls", key, 6, 6) for key in ("cls", *range(36))]
-            logits = logits + model.rel_pos_bias.relative_position_bias_table[rows, head]
+            table = model.rel_pos_bias.relative_position_bias_table
+            logits = logits + table[rows, head]
         expected = logits.softmax(dim=0)[1:]
-        torch.testing.assert_close(found[1, head].double(), expected, rtol=1e-5, atol=0)
+        shares = found[1, head].double()
+        torch.testing.assert_close(shares, expected, rtol=1e-5, atol=0)
 
 
 def test_load_official_of_simmim_drops_the_unused_scale():
@@ -246,7 +253,8 @@ def test_size_drop_path_and_decay_of_simmim():
         model = models_amt_pr.amt_simmim_vit_base_patch16(progressive=False)
         tuned = absolute_vit_base_patch16()
     # SimMIM's 86,256,720 parameters without its table of biases, with a position table
-    assert sum(p.numel() for p in model.parameters()) == 86_256_720 - 732 * 12 + 197 * 768
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert num_parameters == 86_256_720 - 732 * 12 + 197 * 768
     rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks]
     assert rates == pytest.approx([0.1 * i / 11 for i in range(12)])
     assert model.no_weight_decay() == tuned.no_weight_decay() == {"cls_token", "pos_embed"}
@@ -260,5 +268,6 @@ def test_initial_weights_of_simmim():
     assert tuned.pos_embed.abs().max() > 0.04
     assert model.pos_embed.requires_grad
     assert tuned.pos_embed.requires_grad
-    for scale in (model.blocks[1].gamma_1, model.blocks[1].gamma_2):
+    block = model.blocks[1]
+    for scale in (block.gamma_1, block.gamma_2):
         assert scale.tolist() == pytest.approx([0.1] * 24)

@@ -25,8 +25,10 @@ pytest.importorskip("faster_coco_eval")
 def test_boxes_and_masks_have_scores(shapes, detected):
     last = read_json(detected / RESULTS)["last"]
     assert {"val_box_ap_small", "val_box_ap50", "val_mask_ap", "val_mask_ap75"} <= last.keys()
-    assert state(detected)["meta"]["settings"]["categories"] == [[3, "wedge"], [7, "bar"]]
-    assert not any("mask" in name for name in detect.evaluate(shapes, detected, "--no-masks"))
+    settings = state(detected)["meta"]["settings"]
+    assert settings["categories"] == [[3, "wedge"], [7, "bar"]]
+    of_boxes = detect.evaluate(shapes, detected, "--no-masks")
+    assert not any("mask" in name for name in of_boxes)
 
 
 def test_a_micro_batch_keeps_its_size_on_resume(shapes, tmp_path, capsys):
@@ -37,7 +39,8 @@ def test_a_micro_batch_keeps_its_size_on_resume(shapes, tmp_path, capsys):
     for flags in (("--batch_size", 2), ("--accum_iter", 2)):
         assert "--batch_size was 4 and now is 2" in short.refused(capsys, shapes, tmp_path, *flags)
     settings = {**before.settings, "accum_iter": 2}
-    now = replace(before, settings=settings, run=replace(before.run, world_size=2))
+    run = replace(before.run, world_size=2)
+    now = replace(before, settings=settings, run=run)
     assert not find_changes(before, now, main_detection.get_args_parser().changes)
 
 
@@ -121,8 +124,15 @@ def test_boxes_alone_give_faster_rcnn(tmp_path, capsys):
 @pytest.fixture
 def partly_segmented(tmp_path):
     """Training and validation images, of which one object each has no segmentation."""
-    root = write_coco(tmp_path / "data", "train", 4, edit=lambda c: c["annotations"][0].pop("segmentation"))
-    return write_coco(root, "val", 2, edit=lambda c: c["annotations"][1].update(segmentation=[]))
+
+    def remove(content):
+        del content["annotations"][0]["segmentation"]
+
+    def empty(content):
+        content["annotations"][1]["segmentation"] = []
+
+    root = write_coco(tmp_path / "data", "train", 4, edit=remove)
+    return write_coco(root, "val", 2, edit=empty)
 
 
 @pytest.mark.parametrize("flags", [(), ("--masks",)])
@@ -161,7 +171,8 @@ def test_other_categories_are_refused(shapes, detected, encoder, tmp_path, capsy
 def test_a_damaged_model_has_no_scores(shapes, detected, tmp_path, capsys):
     content = state(detected)
     content["model"]["pyramid.stages.0.0.bias"].fill_(3e38)
-    torch.save({**content, "meta": json.dumps(content["meta"])}, tmp_path / "bad.pth")
+    content["meta"] = json.dumps(content["meta"])
+    torch.save(content, tmp_path / "bad.pth")
     message = detect.refuses_to_evaluate(capsys, shapes, tmp_path / "bad.pth", code=3)
     assert "outputs of the model are not finite" in message
 

@@ -72,14 +72,17 @@ def photo_columns(folder):
 def test_lost_bits_are_told(tmp_path):
     file = io.BytesIO()
     Picture.fromarray(np.full((9, 7), 1000, np.uint16)).save(file, "PNG")
-    columns = {"image": [{"bytes": file.getvalue(), "path": None}] * 4, "label": [0, 1, 0, 1]}
+    image = {"bytes": file.getvalue(), "path": None}
+    columns = {"image": [image] * 4, "label": [0, 1, 0, 1]}
     (warning,) = open_images("hf", save(columns, tmp_path / "data")).notes
     assert "has 16 bits, but with 3 channels images become RGB of 8 bits: give --in_chans 1" in warning
 
 
 def png(seed):
     file = io.BytesIO()
-    Picture.fromarray(np.random.default_rng(seed).integers(0, 256, (9, 7, 3), dtype=np.uint8)).save(file, "PNG")
+    rng = np.random.default_rng(seed)
+    pixels = rng.integers(0, 256, (9, 7, 3), dtype=np.uint8)
+    Picture.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
 
 
@@ -210,7 +213,8 @@ def in_files(folder):
     """A data set that holds the paths of a folder's images alone."""
     images = FolderImages(folder)
     paths = [{"bytes": None, "path": images.path(i)} for i in range(len(images))]
-    return HuggingFaceImages(dataset_of({"image": paths, "label": images.labels.tolist()}), "links")
+    columns = {"image": paths, "label": images.labels.tolist()}
+    return HuggingFaceImages(dataset_of(columns), "links")
 
 
 def test_images_in_files_of_their_own(photos, tmp_path):
@@ -218,7 +222,8 @@ def test_images_in_files_of_their_own(photos, tmp_path):
     images = in_files(photos / "train")
     moved = in_files(tmp_path / "moved")
     folder = FolderImages(photos / "train")
-    assert [images.read(i) for i in range(24)] == [folder.read(i) for i in range(24)]
+    for i in range(24):
+        assert images.read(i) == folder.read(i)
     assert moved.fingerprint() == images.fingerprint()
     (tmp_path / "moved" / "cat" / "0.jpg").unlink()
     with pytest.raises(ImageError, match=r"cat/0\.jpg' is not a readable image"):
@@ -266,7 +271,8 @@ def test_the_column_of_images(tmp_path):
     flipped = columns["image"][::-1]
     two = save(columns | {"depth": flipped}, tmp_path / "two", depth=datasets.Image())
     depth = open_images("hf", two, image_column="depth")
-    assert [depth.read(i) for i in range(4)] == [one.read(3 - i) for i in range(4)]
+    for i in range(4):
+        assert depth.read(i) == one.read(3 - i)
     assert depth.fingerprint() != one.fingerprint()
     assert open_images("hf", two, image_column="image").fingerprint() == one.fingerprint()
     raw = save({"png": [png(i) for i in range(4)]}, tmp_path / "raw")
@@ -311,7 +317,8 @@ NAMES = datasets.ClassLabel(names=["a", "b", "c"])
 )
 def test_labels(tmp_path, column, values, kind, given, classes, labels):
     columns = {"image": png_columns()["image"], "other": [1.0] * 4, column: values}
-    datasets.DatasetDict(validation=dataset_of(columns, **{column: kind})).save_to_disk(tmp_path / "data")
+    dataset = dataset_of(columns, **{column: kind})
+    datasets.DatasetDict(validation=dataset).save_to_disk(tmp_path / "data")
     images = open_images("hf", tmp_path / "data", "val", labelled=True, label_column=given)
     assert images.classes == classes
     assert images.labels.tolist() == labels
@@ -330,7 +337,9 @@ def test_labels(tmp_path, column, values, kind, given, classes, labels):
 )
 def test_labels_that_are_missing_or_ambiguous(tmp_path, columns, given, message):
     """Pre-training needs none."""
-    rows = {"image": png_columns()["image"]} | {name: [1, 0, 2, 1] for name in columns}
+    rows = {"image": png_columns()["image"]}
+    for name in columns:
+        rows[name] = [1, 0, 2, 1]
     datasets.DatasetDict(train=dataset_of(rows, **columns)).save_to_disk(tmp_path / "data")
     with pytest.raises(ValueError, match=message):
         open_images("hf", tmp_path / "data", labelled=True, label_column=given)
@@ -560,9 +569,10 @@ def test_pre_training_resumes_and_equals_that_on_the_folder(photos, stored, hub,
     other = save(columns, tmp_path / "other")
     message = pretrain.refused(capsys, other, parts, *HF, "--max_steps", 5)
     assert f"--data_path was {stored['flat']} and now is {other}" in message
-    visualize.main([str(parts), "--out", str(tmp_path / "picture.png"), "--rows", "2", "--max_images", "4"])
+    picture = tmp_path / "picture.png"
+    visualize.main([str(parts), "--out", str(picture), "--rows", "2", "--max_images", "4"])
     assert "split train: " in capsys.readouterr().out
-    assert (tmp_path / "picture.png").exists()
+    assert picture.exists()
 
 
 def test_fine_tuning_equals_that_on_the_folder(photos, stored, tmp_path):
