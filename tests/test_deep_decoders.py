@@ -18,7 +18,7 @@ FLAGS = ("decoder_depth", "decoder_embed_dim", "decoder_num_heads", "mask_unit")
 
 def build(*flags):
     """Builds the model of a command line on the meta device."""
-    args = main_pretrain.parse_args([str(flag) for flag in flags])[1]
+    _, args = main_pretrain.parse_args([str(flag) for flag in flags])
     with torch.device("meta"):
         return registry.build_model(vars(args))
 
@@ -91,9 +91,17 @@ def test_decoders_of_other_depths_train_and_resume(family, depth, photos, tmp_pa
 
 def token_counts(grid_size, mask_ratio, throw_ratio, mask_unit):
     """Returns the counts of MAE on such a grid."""
-    sizes = dict(img_size=tuple(4 * side for side in grid_size), patch_size=4, depth=1, decoder_depth=1)
+    rows, columns = grid_size
     with torch.device("meta"):
-        model = MaskedAutoencoderViT(mask_ratio=mask_ratio, throw_ratio=throw_ratio, mask_unit=mask_unit, **sizes)
+        model = MaskedAutoencoderViT(
+            img_size=(4 * rows, 4 * columns),
+            patch_size=4,
+            depth=1,
+            decoder_depth=1,
+            mask_ratio=mask_ratio,
+            throw_ratio=throw_ratio,
+            mask_unit=mask_unit,
+        )
     return model.counts
 
 
@@ -113,7 +121,8 @@ def test_visible_squares_are_rounded_down(grid_size, mask_ratio, mask_unit, coun
 def draw_orders(model, num_images):
     """Returns token orders that the model's collator draws."""
     blank = torch.zeros(3, 4, 4, dtype=torch.uint8)
-    _, _, ids_shuffle = model.collator("furthest", seed=0)([(blank, 0, (0, i)) for i in range(num_images)])
+    samples = [(blank, 0, (0, i)) for i in range(num_images)]
+    _, _, ids_shuffle = model.collator("furthest", seed=0)(samples)
     return ids_shuffle
 
 

@@ -17,18 +17,22 @@ from util.data.transforms import Normalize
 
 def test_masked_errors_against_a_loop(photos, tmp_path):
     flags = "--model mae_vit_micro_patch4 --batch_size 8 --epochs 1 --warmup_epochs 0 --num_workers 0 --device cpu"
-    main_pretrain.main([*flags.split(), "--data_path", str(photos), "--output_dir", str(tmp_path / "run")])
+    flags += f" --data_path {photos} --output_dir {tmp_path / 'run'}"
+    main_pretrain.main(flags.split())
     model, settings = registry.load_run(tmp_path / "run")
     images = open_images("folder", photos)
     normalize = Normalize()
     errors = {"retained": [], "thrown": []}
-    for imgs, ids in reconstruction.crops(model, settings, images, range(6), batch_size=2):
+    batches = reconstruction.crops(model, settings, images, range(6), batch_size=2)
+    for imgs, ids in batches:
         for img, row in zip(imgs, ids, strict=True):
             (view,) = model.views(normalize(img[None]), row[None], normalize.undo)
             squares = (view.prediction[0] - img / 255) ** 2
             _, retained, thrown = segments(row, model.counts)
-            errors["retained"] += [pixels_of(squares, token, 4).mean().item() for token in retained]
-            errors["thrown"] += [pixels_of(squares, token, 4).mean().item() for token in thrown]
+            for kind, tokens in (("retained", retained), ("thrown", thrown)):
+                for token in tokens:
+                    mean = pixels_of(squares, token, 4).mean()
+                    errors[kind].append(mean.item())
     measured = reconstruction.measure(model, settings, images, range(6))
     assert list(measured) == ["masked MSE"]
     expected = {name: np.mean(values) for name, values in errors.items()}
@@ -45,12 +49,14 @@ def test_a_picture_shows_truth_where_visible_predictions_where_predicted_and_gre
     truth = torch.rand(3, 3, 8, 8)
     prediction = torch.rand(3, 3, 8, 8)
     view = View("reconstruction", None, truth, prediction, "error", torch.zeros(3, 16))
-    picture = reconstruction.compose(view, ~order.mask, model.supervised(order), model.grid_size)
+    supervised = model.supervised(order)
+    picture = reconstruction.compose(view, ~order.mask, supervised, model.grid_size)
     for b in range(3):
-        visible, retained, thrown = segments(ids[b], model.counts)
         of_thrown = prediction[b]
         if not progressive:
             of_thrown = torch.full((3, 8, 8), 0.5)
-        for tokens, expected in ((visible, truth[b]), (retained, prediction[b]), (thrown, of_thrown)):
+        expected = (truth[b], prediction[b], of_thrown)
+        for tokens, whole in zip(segments(ids[b], model.counts), expected, strict=True):
             for token in tokens:
-                assert torch.equal(pixels_of(picture[b], token, 2), pixels_of(expected, token, 2))
+                shown = pixels_of(picture[b], token, 2)
+                assert torch.equal(shown, pixels_of(whole, token, 2))

@@ -20,7 +20,8 @@ TIMM = dict(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=3, num_c
 
 def timm_vit(**options):
     torch.manual_seed(0)
-    return perturbed(timm.create_model("vit_base_patch16_224", **TIMM | options)).float().eval()
+    model = timm.create_model("vit_base_patch16_224", **TIMM | options)
+    return perturbed(model).float().eval()
 
 
 def features_of(theirs, imgs):
@@ -36,7 +37,8 @@ def features_of(theirs, imgs):
 
 
 def normalised(pixels, mean, std):
-    return (pixels - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(std).view(-1, 1, 1)
+    centred = pixels - torch.tensor(mean)[:, None, None]
+    return centred / torch.tensor(std)[:, None, None]
 
 
 def in_training_checkpoint(weights):
@@ -74,7 +76,8 @@ def test_patches_follow_all_class_tokens(tmp_path):
     imgs = torch.randn(2, 3, 32, 32)
     assert_close(teacher.features(imgs), features_of(theirs, imgs), rtol=1e-4, atol=1e-4)
     student = mae_vit_micro_patch4(throw_ratio=0.5)
-    features, rows, _ = teacher(imgs, TokenOrder(orders(student, 2), student.counts), 64, topk=5)
+    order = TokenOrder(orders(student, 2), student.counts)
+    features, rows, _ = teacher(imgs, order, 64, topk=5)
     assert features.shape == (2, 64, 96)
     assert rows.shape == (2, 3, 6, 64)
 
@@ -84,13 +87,15 @@ def test_a_run_of_this_project_is_a_teacher(tmp_path):
     settings = dict(model="mae_vit_micro_patch4", input_size=[32], patch_size=4)
     path = save_checkpoint(tmp_path, 7, {"model": model.state_dict()}, {"settings": settings})
     teacher = open_teacher(str(tmp_path), (32, 32), 4)
-    assert torch.equal(teacher.blocks[3].mlp.fc2.weight, model.blocks[3].mlp.fc2.weight)
+    last = teacher.blocks[3]
+    assert torch.equal(last.mlp.fc2.weight, model.blocks[3].mlp.fc2.weight)
     assert teacher.source == str(path.resolve())
     assert "(made as mae_vit_micro_patch4), width 96, 4 blocks: 52 loaded" in teacher.origin
     assert teacher.fingerprint == sha256(path)
     assert not teacher.training
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
-    assert tec_vit_micro_patch4(teacher=str(tmp_path)).own_settings()["teacher"] == teacher.source
+    student = tec_vit_micro_patch4(teacher=str(tmp_path))
+    assert student.own_settings()["teacher"] == teacher.source
 
 
 def test_positions_of_another_grid_are_resized(tmp_path):
@@ -122,7 +127,8 @@ def test_a_timm_name_and_pixels_of_another_normalisation(timm_gives):
     assert teacher.num_heads == 3
     pixels = torch.rand(2, 3, 32, 32)
     expected = features_of(theirs, normalised(pixels, **statistics))
-    features = teacher.features(normalised(pixels, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    seen = normalised(pixels, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    features = teacher.features(seen)
     assert_close(features, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -184,15 +190,18 @@ def test_a_teacher_follows_the_normalisation_of_its_student(tmp_path, channels):
     """Whatever statistics the student's images are normalised with, the teacher computes the features of its own."""
     theirs = timm_vit(in_chans=channels)
     torch.manual_seed(3)
-    own, first, second = (0.1 + 0.8 * torch.rand(3, 2, channels)).tolist()
-    settings = {"mean": own[0], "std": own[1], "input_size": 32, "patch_size": 4}
+    drawn = 0.1 + 0.8 * torch.rand(3, 2, channels)
+    own, first, second = drawn.tolist()
+    mean, std = own
+    settings = {"mean": mean, "std": std, "input_size": 32, "patch_size": 4}
     path = save_checkpoint(tmp_path, 1, {"model": theirs.state_dict()}, {"settings": settings})
     student = tec_vit_micro_patch4(teacher=path, in_chans=channels)
     pixels = torch.rand(2, channels, 32, 32)
     expected = features_of(theirs, normalised(pixels, *own))
     for statistics in (first, own, second, second):
         student.use_statistics(*statistics)
-        found = student.teacher.features(normalised(pixels, *statistics))
+        seen = normalised(pixels, *statistics)
+        found = student.teacher.features(seen)
         assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 

@@ -1,5 +1,6 @@
 """Fine-tuning of TEC's encoders as in the release: a frozen position table, and a trained MLP on the class token."""
 
+import copy
 import json
 
 import pytest
@@ -33,9 +34,11 @@ def finetune_with_a_stop(labelled, tmp_path, *flags):
     """Fine-tunes in one piece and in two, which must give the same, and returns the weights."""
     content = finetune(labelled, tmp_path / "whole", *flags)
     finetune(labelled, tmp_path / "parts", *flags, "--max_steps", 4)
-    assert_same_state(finetune(labelled, tmp_path / "parts", *flags), content)
-    results = json.loads((tmp_path / "whole" / "results.json").read_text())["last"]
-    assert evaluate(labelled, tmp_path / "whole")["loss"] == pytest.approx(results["val_loss"], rel=1e-5)
+    resumed = finetune(labelled, tmp_path / "parts", *flags)
+    assert_same_state(resumed, content)
+    results = json.loads((tmp_path / "whole" / "results.json").read_text())
+    found = evaluate(labelled, tmp_path / "whole")
+    assert found["loss"] == pytest.approx(results["last"]["val_loss"], rel=1e-5)
     return content["model"]
 
 
@@ -106,19 +109,20 @@ def test_published_weights_are_folded_already(tmp_path, pool, with_mlp):
 
 def test_a_refused_file_leaves_the_model_unchanged(tmp_path):
     weights = published(build(), tmp_path / "tec.pth")
-    torch.save(weights | {"blocks.3.mlp.fc2.bias": torch.full((24,), torch.nan)}, tmp_path / "tec.pth")
+    weights["blocks.3.mlp.fc2.bias"] = torch.full((24,), torch.nan)
+    torch.save(weights, tmp_path / "tec.pth")
     model = VisionTransformer(num_classes=5, cls_token_mlp=True, **ENCODER).double()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     with pytest.raises(FloatingPointError, match=r"tec\.pth' \(taken for TEC's publication\) are not finite"):
         load_encoder(model, tmp_path / "tec.pth")
-    assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 def test_official_loading_of_published_weights_says_what_is_folded_and_what_is_untrained(tmp_path):
     source = build()
     model = build(0.5)
     weights = published(source, tmp_path / "tec.pth")
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     with pytest.warns(UserWarning, match="MLP is folded into the class token; adapter and decoders are not in the"):
         model.load_official({"state_dict": weights})
     after = model.state_dict()
@@ -154,7 +158,10 @@ def test_the_mlp_learns_like_the_head_and_the_positions_not_at_all():
 def test_partial_fine_tuning_freezes_the_mlp():
     model = VisionTransformer(num_classes=5, cls_token_mlp=True, **ENCODER)
     model.freeze_all_but(1)
-    trained = {name.split(".")[0] for name, p in model.named_parameters() if p.requires_grad}
+    trained = set()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            trained.add(name.split(".")[0])
     assert trained == {"blocks", "fc_norm", "head"}
 
 

@@ -128,7 +128,8 @@ def test_what_the_library_saves_is_read_back(tmp_path, capsys):
         weights = read(folder)
         assert weights.classes == list("abcde")
         assert weights.pixels == written.pixels
-        assert all(torch.equal(value, written.raw[name]) for name, value in weights.tensors.items())
+        for name, value in weights.tensors.items():
+            assert torch.equal(value, written.raw[name])
         model = vit_micro_patch4(global_pool="token", in_chans=5, num_classes=5)
         remarks = load_encoder(model, folder, classes=list("abcde")).remarks
         assert remarks == ["the head is loaded, as its 5 classes are the same"]
@@ -170,7 +171,8 @@ def test_the_processor_is_the_evaluation_view(tmp_path, capsys, dtype, channels,
     array = array.astype(dtype)
     view = ResizeCenterCrop(model.img_size, crop_pct)
     normalize = normalizer(read(path).settings, PixelFormat(channels, dtype))
-    expected = normalize(view(torch.from_numpy(array).permute(2, 0, 1))[None])
+    img = view(torch.from_numpy(array).permute(2, 0, 1))
+    expected = normalize(img[None])
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "vit")
     if channels == 3:
         output = processor(Image.fromarray(array), return_tensors="pt")["pixel_values"]
@@ -182,15 +184,25 @@ def test_the_processor_is_the_evaluation_view(tmp_path, capsys, dtype, channels,
     assert_close(output, expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(("crop_pct", "shift"), [(0.95, 0), (0.875, 0), (0.9, 1)])  # margins of 1, 4 and 3 pixels
+@pytest.mark.parametrize(
+    ("crop_pct", "shift"),
+    [
+        (0.95, 0),  # a margin of 1 pixel
+        (0.875, 0),  # of 4
+        (0.9, 1),  # of 3
+    ],
+)
 def test_a_crop_of_transformers_one_pixel_beside_ours_is_said(tmp_path, capsys, crop_pct, shift):
     path, _ = finetuned(tmp_path, VIT[1], global_pool="token", crop_pct=crop_pct)
     lines = run(capsys, path, tmp_path / "vit", *FORMAT)
     array = np.random.default_rng(0).integers(0, 256, (70, 70, 3), dtype=np.uint8)
     whole = int(32 / crop_pct)
     margin = round((whole - 32) / 2) - shift
-    resized = ResizeCenterCrop(whole, 1.0)(torch.from_numpy(array).permute(2, 0, 1))
-    expected = normalizer(read(path).settings, RGB8)(resized[None, :, margin : margin + 32, margin : margin + 32])
+    img = torch.from_numpy(array).permute(2, 0, 1)
+    resized = ResizeCenterCrop(whole, 1.0)(img)
+    inside = slice(margin, margin + 32)
+    normalize = normalizer(read(path).settings, RGB8)
+    expected = normalize(resized[None, :, inside, inside])
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "vit")
     output = processor(Image.fromarray(array), return_tensors="pt")["pixel_values"]
     assert_close(output, expected, rtol=0, atol=2e-6)

@@ -29,7 +29,8 @@ def random_views(num, seed=0):
         height, width = rng.uniform(0.2, 1, 2)
         top = rng.uniform(0, 1 - height)
         left = rng.uniform(0, 1 - width)
-        yield CropBox(top, left, height, width, flip=bool(rng.integers(2)))
+        flip = bool(rng.integers(2))
+        yield CropBox(top, left, height, width, flip)
 
 
 def slow_weight(cells, view, token, patch):
@@ -43,8 +44,10 @@ def slow_weight(cells, view, token, patch):
         return cells[row][column]
 
     total = 0.0
-    for y in range(token[0] * patch, (token[0] + 1) * patch):
-        for x in range(token[1] * patch, (token[1] + 1) * patch):
+    first_y = token[0] * patch
+    first_x = token[1] * patch
+    for y in range(first_y, first_y + patch):
+        for x in range(first_x, first_x + patch):
             shown = x
             if view.flip:
                 shown = columns * patch - 1 - x
@@ -77,7 +80,8 @@ def test_weights_are_the_mean_of_the_bilinear_map_over_each_token(tmp_path):
 
 def test_the_released_crop_reads_the_corner_of_the_map(tmp_path):
     """The public code slices the map at offsets that are whole images, and resizes the slice to the view."""
-    maps = torch.rand(6, 14, 14, generator=torch.Generator().manual_seed(0)).half()
+    torch.manual_seed(0)
+    maps = torch.rand(6, 14, 14).half()
     H = 100  # of the images
     W = 80
     patch = 4
@@ -94,7 +98,8 @@ def test_the_released_crop_reads_the_corner_of_the_map(tmp_path):
         flip = i % 2 == 1
         view = CropBox(top / H, left / W, height / H, width / W, flip)
         views.append((i, view))
-    found = AttentionMaps(written(tmp_path, maps.numpy()), patch, "released").token_weights(views)
+    path = written(tmp_path, maps.numpy())
+    found = AttentionMaps(path, patch, "released").token_weights(views)
     shapes = set()
     for i, (top, left, height, width) in enumerate(boxes):
         rows = slice(top // H, (top + height) // H + 2)
@@ -105,7 +110,7 @@ def test_the_released_crop_reads_the_corner_of_the_map(tmp_path):
         if i % 2 == 1:
             pixels = pixels.flip(-1)
         expected = F.avg_pool2d(pixels, patch).flatten()
-        torch.testing.assert_close(torch.from_numpy(found[i]), expected, atol=1e-6, rtol=1e-5)
+        np.testing.assert_allclose(found[i], expected, atol=1e-6, rtol=1e-5)
     assert shapes == {(2, 2), (3, 2), (2, 3), (3, 3)}
 
 
@@ -130,7 +135,8 @@ def test_the_hot_token_lies_where_the_view_shows_it(tmp_path, transform):
         shown = F.avg_pool2d(crop, 4).flatten()
         if shown.max() < 100:
             continue  # the cell is outside of the view, or at its border
-        views.append((len(maps), transform.crop_box((height, width), 2, index)))
+        view = transform.crop_box((height, width), 2, index)
+        views.append((len(maps), view))
         maps.append(cells)
         whiteness.append(shown)
     path = written(tmp_path, np.stack(maps))
@@ -152,12 +158,9 @@ def test_a_view_is_what_the_transform_shows(transform):
     flips = set()
     for index in range(24):
         height, width = (5 * length for length in SIZES[index % 4])
-        down, across = torch.meshgrid(
-            torch.linspace(0, 255, height),
-            torch.linspace(0, 255, width),
-            indexing="ij",
-        )
-        img = torch.stack([down, across, across]).to(torch.uint8)
+        img = torch.empty(3, height, width, dtype=torch.uint8)
+        img[0] = torch.linspace(0, 255, height)[:, None]
+        img[1:] = torch.linspace(0, 255, width)
         crop = transform(img, 1, index).float() / 255
         view = transform.crop_box((height, width), 1, index)
         flips.add(view.flip)
@@ -166,8 +169,10 @@ def test_a_view_is_what_the_transform_shows(transform):
         columns = crop[1, 5]
         if view.flip:
             columns = columns.flip(0)
-        assert (rows - view.top - view.height * place).abs().median() < 0.02
-        assert (columns[2:30] - view.left - view.width * place).abs().median() < 0.02
+        down = rows - view.top - view.height * place
+        across = columns[2:30] - view.left - view.width * place
+        assert down.abs().median() < 0.02
+        assert across.abs().median() < 0.02
     assert flips == {True, False}
 
 
@@ -184,7 +189,8 @@ def test_the_view_of_a_replaced_image_names_the_image_that_was_read(tmp_path):
     assert found == 2  # drawn for address 1, from image 2
     assert view == transform.crop_box((50, 60), 5, 1)
     pixels, _ = dataset.images.load(2)
-    assert torch.equal(img, transform(torch.from_numpy(pixels).permute(2, 0, 1), 5, 1))
+    second = torch.from_numpy(pixels).permute(2, 0, 1)
+    assert torch.equal(img, transform(second, 5, 1))
     *_, (found, _) = dataset[(5, 3)]
     assert found == 3
 
@@ -202,7 +208,8 @@ def test_squash_shows_the_whole_image(tmp_path):
 
 
 def test_maps_travel_to_workers_by_their_path(tmp_path):
-    path = written(tmp_path, np.random.default_rng(0).random((50, 14, 14)))
+    random = np.random.default_rng(0).random((50, 14, 14))
+    path = written(tmp_path, random)
     maps = AttentionMaps(path, 16)
     views = list(enumerate(random_views(50)))
     expected = maps.token_weights(views)  # opens the file
