@@ -2,8 +2,11 @@
 
 import json
 
+import main_pretrain
 from frameworks import registry
 from tests.record_numerics import CASES, differences, main, record_all
+from tests.runs import pretrain
+from util.run.cli import flags_given
 
 
 def test_two_records_are_equal_and_a_changed_number_is_named(tmp_path, capsys):
@@ -34,3 +37,12 @@ def test_each_framework_is_recorded():
             if word in registry.MODELS:
                 recorded.add(word.partition("_")[0])
     assert recorded == {name.partition("_")[0] for name in registry.MODELS}
+
+
+def test_each_case_of_pre_training_can_run():
+    """No flag is refused because it has no effect."""
+    for name, case in CASES.items():
+        if case.program is pretrain:
+            words = f"{case.program.flags} {case.flags}".split()
+            parser, args = main_pretrain.parse_args(words)
+            assert not main_pretrain.unused_flags(args).keys() & flags_given(parser, words), name
