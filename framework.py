@@ -289,7 +289,8 @@ def check_blocks(name: str, numbers: Sequence[int], depth: int) -> tuple[int, ..
 class PixelFramework(Framework):
     """What frameworks share that predict the pixels of each token, or other values of it.
 
-    A subclass implements `predict_all`, and a `forward` that reads `token_pixels` and calls `forward_loss`.
+    A subclass implements `forward_encoder`, `forward_decoder`, and a `forward` that calls both on `token_pixels`, and
+    then `forward_loss`. `models_mae_pr` is an example.
 
     Below, P is the number of target values of a token. Of pixels it is p*p*C for a token of side p, in the layout of
     `patchify`.
@@ -317,79 +318,16 @@ class PixelFramework(Framework):
         """The side of a token in pixels."""
         return self.img_size[0] // self.grid_size[0]
 
-    def target_tokens(self, imgs: Tensor, pixels: Tensor) -> Tensor:
-        """Returns what is predicted of each token [B, N, P] in raster order, before `norm_pix_loss`: its pixels.
-
-        pixels: `token_pixels(imgs)`. A subclass overrides this method for another target, always or if a flag says so.
-        The loss follows. Pictures and exports of MAE's decoder are refused unless it returns `pixels` itself.
-        """
-        return pixels
-
-    def predicts_pixels(self) -> bool:
-        """Returns whether `target_tokens` returns the pixels that it gets."""
-        parameter = next(self.parameters())
-        imgs = torch.zeros(1, self.in_chans, *self.img_size, device=parameter.device, dtype=parameter.dtype)
-        pixels = self.token_pixels(imgs)
-        return self.target_tokens(imgs, pixels) is pixels
-
-    def predict_all(self, pixels: Tensor, order: TokenOrder) -> Tensor:
-        """Predicts all tokens, visible ones included. Returns [B, N, P] in token order.
-
-        pixels: `token_pixels(imgs)`, of which the model reads the visible ones. Plain partial reconstruction predicts
-        the kept tokens only, [B, num_kept, P].
-        """
+    def forward_encoder(self, pixels: Tensor, order: TokenOrder) -> Tensor:
+        """Encodes the visible ones of all tokens. pixels: `token_pixels(imgs)`. Returns what the decoder takes."""
         raise NotImplementedError
 
-    def supervised_targets(
-        self,
-        imgs: Tensor,
-        pixels: Tensor,
-        order: TokenOrder,
-        num_tokens: int,
-        valid: Tensor | None = None,
-    ) -> Tensor:
-        """Returns the targets of the first `num_tokens` masked tokens in token order, [B, num_tokens, P].
+    def forward_decoder(self, latent: Tensor, order: TokenOrder, all_tokens: bool = False) -> Tensor:
+        """Predicts the supervised tokens. Returns [B, num_supervised, P] in token order.
 
-        They are normalised if `norm_pix_loss`. valid: which of them are valid, by default all.
+        all_tokens: predict the visible tokens, too, which come first.
         """
-        targets = order.take(self.target_tokens(imgs, pixels), self.ids_supervised(order, num_tokens))
-        if not self.norm_pix_loss:
-            return targets
-        mean, std = patch_statistics(targets, valid)
-        return (targets - mean) / std
-
-    def ids_supervised(self, order: TokenOrder, num_tokens: int) -> Tensor:
-        """Returns the raster ids of the first `num_tokens` masked tokens in token order, [B, num_tokens]."""
-        first = self.counts.num_visible
-        return order.ids_shuffle[:, first : first + num_tokens]
-
-    def error(
-        self,
-        pred: Tensor,
-        imgs: Tensor,
-        pixels: Tensor,
-        order: TokenOrder,
-    ) -> Tensor:
-        """Returns the difference between the predictions of the supervised tokens [B, n, P] and their targets.
-
-        pixels: `token_pixels(imgs)`, from which the encoder has taken the visible ones.
-
-        The error is float32 or float64. Every image supervises the same number of tokens, so a plain mean of a loss
-        over all values equals MAE's sum over masked tokens divided by their number.
-
-        It is 0 at invalid pixels, and in tokens that do not count because most of their pixels are invalid. They still
-        count in the plain mean. So every valid pixel has the same weight, in whichever micro-batch it is.
-        """
-        num_tokens = pred.shape[1]
-        valid: Tensor | None = None
-        if self.has_invalid:
-            valid = order.take(self.valid_pixels(imgs), self.ids_supervised(order, num_tokens))
-        targets = self.supervised_targets(imgs, pixels, order, num_tokens, valid)
-        error = pred.to(torch.promote_types(pred.dtype, torch.float32)) - targets
-        if valid is None:
-            return error
-        supervised = valid & counted_tokens(valid).unsqueeze(-1)
-        return torch.where(supervised, error, 0.0)
+        raise NotImplementedError
 
     def forward_loss(
         self,
@@ -398,8 +336,52 @@ class PixelFramework(Framework):
         pixels: Tensor,
         order: TokenOrder,
     ) -> Tensor:
-        """Returns the scalar loss, the mean square of `error`. A subclass overrides it for another loss."""
-        return self.error(pred, imgs, pixels, order).square().mean()
+        """Returns the scalar loss: the mean of `penalty` over all values of the supervised tokens.
+
+        pred: their predictions [B, n, P] in token order. pixels: `token_pixels(imgs)`.
+
+        Every image supervises the same number of tokens, so this plain mean equals MAE's sum over masked tokens divided
+        by their number. Invalid pixels have no loss, nor have tokens that do not count because most of their pixels are
+        invalid. They still count in the plain mean. So every valid pixel has the same weight, in whichever micro-batch
+        it is.
+        """
+        first = self.counts.num_visible
+        ids = order.ids_shuffle[:, first : first + pred.shape[1]]  # of the supervised tokens
+        target = order.take(self.target_tokens(imgs, pixels), ids)
+        valid: Tensor | None = None
+        if self.has_invalid:
+            valid = order.take(self.valid_pixels(imgs), ids)
+        if self.norm_pix_loss:
+            mean, std = patch_statistics(target, valid)
+            target = (target - mean) / std
+        error = pred.to(torch.promote_types(pred.dtype, torch.float32)) - target  # float32 or wider
+        loss = self.penalty(error)
+        if valid is not None:
+            counted = valid & counted_tokens(valid).unsqueeze(-1)
+            loss = torch.where(counted, loss, 0.0)
+        return loss.mean()
+
+    def target_tokens(self, imgs: Tensor, pixels: Tensor) -> Tensor:
+        """Returns what is predicted of each token [B, N, P] in raster order, before `norm_pix_loss`: its pixels.
+
+        pixels: `token_pixels(imgs)`. A subclass overrides this method for another target, always or if a flag says so.
+        The loss follows. Pictures and exports of MAE's decoder are refused unless it returns `pixels` itself.
+        """
+        return pixels
+
+    def penalty(self, error: Tensor) -> Tensor:
+        """Returns the loss of each difference between prediction and target [B, n, P]: its square.
+
+        A subclass overrides this method for another loss.
+        """
+        return error.square()
+
+    def predicts_pixels(self) -> bool:
+        """Returns whether `target_tokens` returns the pixels that it gets."""
+        parameter = next(self.parameters())
+        imgs = torch.zeros(1, self.in_chans, *self.img_size, device=parameter.device, dtype=parameter.dtype)
+        pixels = self.token_pixels(imgs)
+        return self.target_tokens(imgs, pixels) is pixels
 
     @torch.no_grad()
     def reconstruct(self, imgs: Tensor, ids_shuffle: Tensor) -> tuple[Tensor, Tensor]:
@@ -408,7 +390,8 @@ class PixelFramework(Framework):
         Plain partial reconstruction predicts no thrown token: the mask is False there and the prediction is zero.
         """
         order = TokenOrder(ids_shuffle, self.counts)
-        pred = self.predict_all(self.token_pixels(imgs), order)
+        latent = self.forward_encoder(self.token_pixels(imgs), order)
+        pred = self.forward_decoder(latent, order, all_tokens=True)
         return order.restore(pred), self.supervised(order)
 
     @torch.no_grad()

@@ -36,7 +36,7 @@ OFFICIAL_NAMES = {
 
 
 class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
-    """A ViT encoder that owns a progressive decoder. Without sizes it is MAE's ViT-L.
+    """A ViT encoder that owns a progressive decoder. Without sizes it is MAE's ViT-L. `forward_loss` is inherited.
 
     decoder_embed_dim, decoder_depth, decoder_num_heads: the decoder's blocks, by default with one head per 32 channels.
         `mlp_ratio` is the same as the encoder's.
@@ -86,7 +86,7 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
         order = TokenOrder(ids_shuffle, self.counts)
         patches = self.token_pixels(imgs)  # [B, N, p*p*C]
         latent = self.forward_encoder(patches, order)  # [B, P + num_visible, D]
-        pred = self.decoder(latent, order)  # [B, num_supervised, p*p*C]
+        pred = self.forward_decoder(latent, order)  # [B, num_supervised, p*p*C]
         return {"pixel": self.forward_loss(pred, imgs, patches, order)}
 
     def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
@@ -94,9 +94,9 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
         tokens = self.embed_visible(patches, order)
         return self.norm(self.encode(tokens))
 
-    def predict_all(self, patches: Tensor, order: TokenOrder) -> Tensor:
-        latent = self.forward_encoder(patches, order)
-        return self.decoder.predict(self.decoder.features(latent, order))
+    def forward_decoder(self, latent: Tensor, order: TokenOrder, all_tokens: bool = False) -> Tensor:
+        """Predicts the supervised tokens, or all, from the latent. Returns [B, n, p*p*C] in token order."""
+        return self.decoder(latent, order, all_tokens)
 
     def official_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the weights of MAE's `mae_pretrain_vit_*_full`, or of Transformers' ViTMAE, under the names here."""

@@ -234,13 +234,15 @@ class ProgressiveDecoder(nn.Module):
         nn.init.normal_(self.mask_token, std=0.02)
         self.aggregation: SpatialAggregation | None = None
 
-    def forward(self, x: Tensor, order: TokenOrder) -> Tensor:
+    def forward(self, x: Tensor, order: TokenOrder, all_tokens: bool = False) -> Tensor:
         """Predicts the supervised tokens from the latent `x` [B, P + num_visible, D], class tokens first.
 
-        Returns [B, num_supervised, out_dim] in token order.
+        Returns [B, num_supervised, out_dim] in token order. all_tokens: predict the visible tokens, too.
         """
         x = self.features(x, order)
-        return self.predict(x[:, order.counts.num_visible :])
+        if not all_tokens:
+            x = x[:, order.counts.num_visible :]
+        return self.predict(x)
 
     def features(self, x: Tensor, order: TokenOrder) -> Tensor:
         """Turns the latent [B, P + num_visible, D] into features of all tokens [B, N, C] in token order.

@@ -120,7 +120,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         order = TokenOrder(ids_shuffle, self.counts)
         patches = self.token_pixels(imgs)  # [B, N, p*p*C]
         levels = self.forward_encoder(patches, order)  # [k, B, 1 + num_visible, D]
-        pred = self.decoder(levels, order)  # [B, num_supervised, p*p*C]
+        pred = self.forward_decoder(levels, order)  # [B, num_supervised, p*p*C]
         return {"pixel": self.forward_loss(pred, imgs, patches, order)}
 
     def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
@@ -140,11 +140,12 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
                 levels.append(x)
         return torch.stack(levels)
 
-    def predict_all(self, patches: Tensor, order: TokenOrder) -> Tensor:
-        """Predicts the supervised tokens. Visible ones, which the decoder does not predict, are zero."""
-        levels = self.forward_encoder(patches, order)
+    def forward_decoder(self, levels: Tensor, order: TokenOrder, all_tokens: bool = False) -> Tensor:
+        """Predicts the supervised tokens. The decoder predicts no visible ones: `all_tokens` adds zeros for them."""
         pred = self.decoder(levels, order)
-        return F.pad(pred, (0, 0, self.counts.num_visible, 0))
+        if all_tokens:
+            return F.pad(pred, (0, 0, self.counts.num_visible, 0))
+        return pred
 
     def official_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return rename_prefixes(weights, OFFICIAL_NAMES)

@@ -162,7 +162,7 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         order = TokenOrder(ids_shuffle, self.counts)
         units = self.token_pixels(imgs)  # [B, N, 32 * 32 * C]
         latent = self.forward_encoder(units, order, groupings)  # [B, num_visible, 8 D]
-        pred = self.decoder(latent, order)  # [B, num_supervised, 32 * 32 * C]
+        pred = self.forward_decoder(latent, order)  # [B, num_supervised, 32 * 32 * C]
         return {"pixel": self.forward_loss(pred, imgs, units, order)}
 
     def forward_encoder(
@@ -192,9 +192,8 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         patches = pixels.transpose(3, 4).flatten(4)  # [B, V, 8, 8, 4 * 4 * C]
         return self.patch_embed(patches)
 
-    def predict_all(self, units: Tensor, order: TokenOrder) -> Tensor:
-        latent = self.forward_encoder(units, order)
-        return self.decoder.predict(self.decoder.features(latent, order))
+    def forward_decoder(self, latent: Tensor, order: TokenOrder, all_tokens: bool = False) -> Tensor:
+        return self.decoder(latent, order, all_tokens)
 
     def no_weight_decay(self) -> set[str]:
         names = [name for name, _ in self.named_parameters()]

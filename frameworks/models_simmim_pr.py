@@ -45,14 +45,8 @@ class SimMIM(PixelFramework):
         num_masked = math.ceil(num_units * self.method.mask_ratio)
         return num_units - num_masked
 
-    def forward_loss(
-        self,
-        pred: Tensor,
-        imgs: Tensor,
-        pixels: Tensor,
-        order: TokenOrder,
-    ) -> Tensor:
-        return self.error(pred, imgs, pixels, order).abs().mean()
+    def penalty(self, error: Tensor) -> Tensor:
+        return error.abs()
 
 
 def tokens_of_32_px(patch_size: int) -> int:
@@ -85,8 +79,8 @@ class SimMIMOnViT(SimMIM):
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
         order = TokenOrder(ids_shuffle, self.counts)
         patches = self.token_pixels(imgs)  # [B, N, p*p*C]
-        x = self.forward_encoder(patches, order)
-        pred = self.predict(x[:, self.counts.num_visible :])  # [B, num_supervised, p*p*C]
+        latent = self.forward_encoder(patches, order)  # [B, N, D]
+        pred = self.forward_decoder(latent, order)  # [B, num_supervised, p*p*C]
         return {"pixel": self.forward_loss(pred, imgs, patches, order)}
 
     def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
@@ -102,12 +96,11 @@ class SimMIMOnViT(SimMIM):
             return x
         return self.aggregation(x, order, self.grid_size)
 
-    def predict(self, x: Tensor) -> Tensor:
-        """Applies norm and head to features [B, n, D], token by token. Returns [B, n, p*p*C]."""
-        return self.pred(self.norm(x))
-
-    def predict_all(self, patches: Tensor, order: TokenOrder) -> Tensor:
-        return self.predict(self.forward_encoder(patches, order))
+    def forward_decoder(self, latent: Tensor, order: TokenOrder, all_tokens: bool = False) -> Tensor:
+        """Applies norm and head to the supervised ones of the features, or to all, token by token."""
+        if not all_tokens:
+            latent = latent[:, self.counts.num_visible :]
+        return self.pred(self.norm(latent))
 
 
 class SimMIMViT(SimMIMOnViT, RelativeViTEncoder):
@@ -152,18 +145,25 @@ class SimMIMSwin(SimMIM, SwinEncoder):
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
         order = TokenOrder(ids_shuffle, self.counts)
         patches = self.token_pixels(imgs)  # [B, N, p*p*C]
-        pred = self.predict_all(patches, order)
-        pred = pred[:, self.counts.num_visible :]  # [B, num_supervised, p*p*C]
+        latent = self.forward_encoder(patches, order)  # [B, cells, 8 D]
+        pred = self.forward_decoder(latent, order)  # [B, num_supervised, p*p*C]
         return {"pixel": self.forward_loss(pred, imgs, patches, order)}
 
-    def predict_all(self, patches: Tensor, order: TokenOrder) -> Tensor:
+    def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
+        """Encodes visible patches and mask tokens. Returns the last stage's cells [B, cells, 8 D] in raster order."""
         visible = self.patch_embed(order.take_visible(patches))
         tokens = order.append_mask_tokens(visible, self.mask_token)
-        x = self.encode(order.restore(tokens))
-        cells = self.pred(x)  # [B, cells, stride * stride * C]
+        return self.encode(order.restore(tokens))
+
+    def forward_decoder(self, latent: Tensor, order: TokenOrder, all_tokens: bool = False) -> Tensor:
+        """Applies the head to each cell, and cuts its pixels into tokens."""
+        cells = self.pred(latent)  # [B, cells, stride * stride * C]
         imgs = unpatchify(cells, self.stride, self.unit_grid)
         pred = patchify(imgs, self.patch_size)  # [B, N, p*p*C], raster
-        return order.take(pred, order.ids_shuffle)
+        ids = order.ids_shuffle
+        if not all_tokens:
+            ids = ids[:, self.counts.num_visible :]
+        return order.take(pred, ids)
 
     def no_weight_decay(self) -> set[str]:
         return {"mask_token"}  # as in the release: bias tables decay

@@ -305,6 +305,28 @@ def test_a_new_target_reaches_the_loss_and_is_not_drawn(name, monkeypatch):
         model.views(imgs, orders[0], Normalize().undo)
 
 
+@on_pixels
+def test_a_new_penalty_reaches_the_loss(name):
+    model = build(name)
+    model.penalty = lambda error: 7 + 0 * error
+    assert model(*a_batch(model))["pixel"].item() == pytest.approx(7)
+
+
+@torch.no_grad()
+@on_pixels
+@arms
+def test_a_step_predicts_the_supervised_tokens_as_a_reconstruction_does(name, arm):
+    model = build(name, **arm).eval()
+    imgs, ids, *_ = a_batch(model)
+    order = TokenOrder(ids, model.counts)
+    latent = model.forward_encoder(model.token_pixels(imgs), order)
+    supervised = model.forward_decoder(latent, order)
+    pred, mask = model.reconstruct(imgs, ids)
+    ids_supervised = order.ids_shuffle[:, model.counts.num_visible :][:, : supervised.shape[1]]
+    assert torch.equal(ids_supervised.sort(dim=1).values, mask.nonzero()[:, 1].view(len(ids), -1))
+    torch.testing.assert_close(supervised, TokenOrder.take(pred, ids_supervised))
+
+
 @frameworks
 def test_images_may_have_five_channels(name):
     """Every channel is an input, is a part of the target, and is predicted; pictures show the first three."""

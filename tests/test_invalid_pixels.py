@@ -133,7 +133,8 @@ def test_loss_and_gradients_equal_a_slow_derivation(name, norm_pix_loss, imgs):
     filled = batch.clone()
     filled[batch != batch] = 0
     order = TokenOrder(ids_shuffle, twin.counts)
-    pred = twin.predict_all(twin.token_pixels(filled), order)
+    latent = twin.forward_encoder(twin.token_pixels(filled), order)
+    pred = twin.forward_decoder(latent, order, all_tokens=True)
     expected = slow_loss(model, pred, batch, ids_shuffle)
     expected.backward()
     assert_close(loss, expected, rtol=1e-10, atol=0)
@@ -180,6 +181,15 @@ def test_loss_and_gradients_are_finite_where_nothing_is_valid(imgs):
         assert gradient.isfinite().all()
     batch[:] = torch.nan
     nothing = model(*batch_of(model, batch))
+    assert nothing["pixel"] == 0
+
+
+@pytest.mark.parametrize("name", PIXEL_CLASSES)
+def test_invalid_pixels_have_no_loss_whatever_the_penalty(name, imgs):
+    """One that is 1 where the prediction is the target."""
+    model = build(name, has_invalid=True)
+    model.penalty = lambda error: 1 + error
+    nothing = model(*batch_of(model, torch.full_like(imgs, torch.nan)))
     assert nothing["pixel"] == 0
 
 
