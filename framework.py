@@ -86,6 +86,7 @@ class Framework(nn.Module):
     grid_size: tuple[int, int]  # (rows, columns) of the tokens that are masked
     counts: TokenCounts
     shared_visible: ClassVar[bool] = False  # whether all images of a batch have the same visible tokens
+    many_cls_tokens: ClassVar[bool] = False  # whether decoder and targets are made for more than one class token
     flags: tuple[Flag, ...] = ()
     parts: ClassVar[tuple[str, ...]] = ("embed_visible",)  # that --compile compiles, see `util.run.shard`
 
@@ -120,7 +121,7 @@ class Framework(nn.Module):
         self.has_invalid = has_invalid
         self.counts = self.count_tokens()
         num_cls_tokens = getattr(self, "num_cls_tokens", 1)
-        if num_cls_tokens > 1 and not set(TOKEN_FLAGS) <= set(self.flags):
+        if num_cls_tokens > 1 and not self.many_cls_tokens:
             raise ValueError(f"{type(self).__name__} is made for one class token, got {num_cls_tokens}")
 
     def count_tokens(self) -> TokenCounts:
@@ -254,7 +255,7 @@ DECODER_FLAGS = (  # of MAE, MFF and CrossMAE, whose constructors use `decoder_h
     Flag("mask_unit", "side, in tokens, of the squares that are masked (default: 1)", int),
 )
 
-TOKEN_FLAGS = (  # of MAE and MFF: other frameworks' decoders or targets are made for one class token
+TOKEN_FLAGS = (  # of MAE and MFF
     Flag("num_cls_tokens", "class tokens of encoder and decoder (default: 1)", int),
     Flag("learned_pos_embed", "train the positions of encoder and decoder (default: frozen sine-cosine tables)", bool),
 )

@@ -45,6 +45,7 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
 
     release = "MAE"
     flags: tuple[Flag, ...] = (*DECODER_FLAGS, *TOKEN_FLAGS)
+    many_cls_tokens = True
 
     def __init__(
         self,
@@ -68,7 +69,11 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
             num_prefix=self.num_cls_tokens,
             learned_pos_embed=self.learned_pos_embed,
         )
+        self.add_layers()
         self.decoder.aggregation = self.make_aggregation(decoder_embed_dim)
+
+    def add_layers(self) -> None:
+        """Adds the layers that a subclass has in addition. The aggregation, which must come last, follows."""
 
     def set_image_size(self, img_size: tuple[int, int]) -> None:
         """Takes images of another (height, width) from now on, with the same shares of tokens.

@@ -133,6 +133,7 @@ class AMTViT(AMTMasking, MaskedAutoencoderViT):
     """
 
     flags = ()
+    many_cls_tokens = False
     method = Method(mask_ratio=0.85, throw_ratio=0.4)
 
     def count_tokens(self) -> TokenCounts:

@@ -5,7 +5,6 @@ target, loss and throwing are those of MAE with PR-MIM. Fine-tuning drops the fu
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,20 +35,21 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
         fused_blocks: Sequence[int] | None = None,
         **arguments: Any,
     ) -> None:
-        progressive = arguments.pop("progressive", self.method.progressive)
-        super().__init__(progressive=False, **arguments)  # without an aggregation, which is made last
+        self.given_blocks = fused_blocks  # for `add_layers`, which MAE's constructor calls
+        super().__init__(**arguments)
+
+    def add_layers(self) -> None:
+        """Adds the projections of all fused levels but the last, which enters the mixture as it is, and the mixture."""
         last = len(self.blocks) - 1
-        if fused_blocks is None:
-            fused_blocks = [*range(0, last - 1, 2), last]
-        self.fused_blocks = check_blocks("fused_blocks", fused_blocks, len(self.blocks))
-        # All levels but the last are projected. The last enters the mixture as it is.
+        blocks = self.given_blocks
+        if blocks is None:
+            blocks = [*range(0, last - 1, 2), last]
+        self.fused_blocks = check_blocks("fused_blocks", blocks, len(self.blocks))
         self.proj_layers = nn.ModuleList()
         for _ in self.fused_blocks[:-1]:
             self.proj_layers.append(nn.Linear(self.embed_dim, self.embed_dim))
         self.proj_weights = nn.Parameter(torch.ones(len(self.fused_blocks), 1, 1, 1))
         init_weights(self.proj_layers)
-        self.method = replace(self.method, progressive=progressive)
-        self.decoder.aggregation = self.make_aggregation(self.decoder_embed_dim)
 
     def encode(self, tokens: Tensor) -> Tensor:
         """Runs the blocks on embedded tokens with positions [B, n, D], and mixes the levels to [B, 1 + n, D]."""

@@ -144,6 +144,11 @@ def test_frameworks_for_one_class_token_take_no_more(name):
         registry.MODELS[name](num_cls_tokens=2)
 
 
+def test_whether_a_framework_takes_more_does_not_depend_on_its_flags():
+    mine = type("Mine", (MaskedAutoencoderViT,), {"flags": ()})
+    assert mine(**SMALL, decoder_depth=1, num_cls_tokens=2).decoder.num_prefix == 2
+
+
 @pytest.mark.parametrize("global_pool", ["avg", "token"])
 def test_pooling_leaves_out_or_averages_the_class_tokens(global_pool):
     torch.manual_seed(0)

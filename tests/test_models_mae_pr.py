@@ -119,6 +119,22 @@ def test_loss_and_predictions_against_the_slow_derivation(throw_ratio, progressi
     assert_is_slow_mae(perturbed(model), orders(model, 2))
 
 
+class WithAnotherLayer(MaskedAutoencoderViT):
+    def add_layers(self):
+        self.another = torch.nn.Linear(self.embed_dim, 3)
+
+
+def test_all_arms_of_a_subclass_with_layers_of_its_own_have_the_same_first_weights():
+    torch.manual_seed(0)
+    expected = WithAnotherLayer(**SIZES, throw_ratio=0.0).state_dict()
+    torch.manual_seed(0)
+    model = WithAnotherLayer(**SIZES, throw_ratio=0.5)
+    assert model.decoder.aggregation is not None
+    assert "another.weight" in expected
+    for name, value in expected.items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
 def test_views_undo_the_target_normalisation():
     """A perfect prediction of the normalised target gives back the image."""
     model = MaskedAutoencoderViT(**SIZES, norm_pix_loss=True, throw_ratio=0.5)
