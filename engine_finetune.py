@@ -19,7 +19,7 @@ from util.data.images import Images
 from util.data.transforms import ResizeCenterCrop
 from util.evaluate.features import extract_features
 from util.evaluate.loop import EvalContext, evaluation_batches, with_equal_passes
-from util.run.loop import TrainLoop
+from util.run.train.loop import TrainLoop
 
 Batch = Sequence[torch.Tensor]  # (imgs [B, C, H, W], labels int64 [B])
 

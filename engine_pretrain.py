@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from util.run.loop import TrainLoop
+from util.run.train.loop import TrainLoop
 
 Batch = Sequence[torch.Tensor]  # what `MaskCollator` makes
 

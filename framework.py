@@ -88,7 +88,7 @@ class Framework(nn.Module):
     shared_visible: ClassVar[bool] = False  # whether all images of a batch have the same visible tokens
     many_cls_tokens: ClassVar[bool] = False  # whether decoder and targets are made for more than one class token
     flags: tuple[Flag, ...] = ()
-    parts: ClassVar[tuple[str, ...]] = ("embed_visible",)  # that --compile compiles, see `util.run.shard`
+    parts: ClassVar[tuple[str, ...]] = ("embed_visible",)  # that --compile compiles, see `util.run.processes.shard`
 
     def __init_subclass__(cls, **options: Any) -> None:
         """ValueError if a flag has the name of a method or attribute of the class: the flag's value would hide it."""
@@ -237,7 +237,7 @@ class Framework(nn.Module):
         state_dict: the content of a file, or its `model` or `state_dict`. All keys must match, except that a release
         has no aggregation. ValueError names missing, unexpected and mis-shaped keys.
         """
-        from util.run.checkpoint import load_strict  # here, because a model needs no code for files to be trained
+        from util.run.files.strict import load_strict  # here, because a model needs no code for files to be trained
 
         weights = self.official_names(weights_in(state_dict))
         load_strict(self, weights, f"{self.release} weights", optional="aggregation.")

@@ -37,10 +37,9 @@ from util.evaluate.results import Evaluation
 from util.evaluate.session import Session, session_of_eval
 from util.lars import LARS
 from util.lazy import LazyModule
-from util.run.checkpoint import INVALID_SETTINGS, without_marks
 from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, prepare_file, run_program
-from util.run.flags import (
-    Plan,
+from util.run.files.record import INVALID_SETTINGS, without_marks
+from util.run.start.flags import (
     add_all_valid_flag,
     add_data_flags,
     add_eval_split_flag,
@@ -48,12 +47,11 @@ from util.run.flags import (
     add_optimisation_flags,
     add_pixel_flags,
     add_run_flags,
-    check_same,
-    schedule_by_epochs,
 )
-from util.run.loader import TrainLoader
-from util.run.run import Run, RunFacts
-from util.run.training import Training
+from util.run.start.plan import Plan, check_same, schedule_by_epochs
+from util.run.start.run import Run, RunFacts
+from util.run.train.loader import TrainLoader
+from util.run.train.training import Training
 from util.text import count_of
 
 timm_data = LazyModule("timm.data")

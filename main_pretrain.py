@@ -32,21 +32,20 @@ from util.data.images import evenly_spaced, note_on_small_images
 from util.data.open import open_everywhere
 from util.data.statistics import Statistics
 from util.lazy import LazyModule
-from util.run import shard
 from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
-from util.run.flags import (
-    Plan,
+from util.run.processes import shard
+from util.run.start.flags import (
     add_data_flags,
     add_invalid_flags,
     add_optimisation_flags,
     add_pixel_flags,
     add_run_flags,
-    schedule_by_epochs,
 )
-from util.run.loader import BatchSource, TrainLoader, make_augmentation
-from util.run.run import Run, RunFacts
-from util.run.training import BetweenSteps, Training
-from util.run.utilization import report_utilization
+from util.run.start.plan import Plan, schedule_by_epochs
+from util.run.start.run import Run, RunFacts
+from util.run.train.loader import BatchSource, TrainLoader, make_augmentation
+from util.run.train.training import BetweenSteps, Training
+from util.run.train.utilization import report_utilization
 from util.text import count_of, shorten
 
 timm_optim = LazyModule("timm.optim")

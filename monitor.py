@@ -28,7 +28,7 @@ from util.evaluate.knn import KnnProtocol, knn_accuracy
 from util.evaluate.loop import context_of_training
 from util.evaluate.moments import Moments, moments_of_all
 from util.run.cli import FlagGroup
-from util.run.training import Training
+from util.run.train.training import Training
 from util.text import count_of
 
 MAX_QUERIES = 10_000

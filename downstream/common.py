@@ -9,9 +9,7 @@ import models_vit
 from util import collectives
 from util.data.transforms import Size
 from util.run.cli import FlagGroup, Parser, describe_warmup
-from util.run.flags import (
-    Plan,
-    RunSchedule,
+from util.run.start.flags import (
     add_batch_flags,
     add_hflip_flag,
     add_loading_flags,
@@ -19,6 +17,7 @@ from util.run.flags import (
     add_run_flags,
     add_update_flags,
 )
+from util.run.start.plan import Plan, RunSchedule
 from util.text import count_of
 
 # {name of an encoder: its sizes}

@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 
 from util.run.cli import Parser, user_errors
-from util.run.folder import writable_folder
+from util.run.files.lock import writable_folder
 
 PHOTO_SIDE = 192  # shorter side to which the photographs are scaled
 

@@ -12,7 +12,7 @@ from encoders import models_absolute_vit, models_relative_vit, models_swin
 from encoders.kinds import PLAIN, VIT_FACTORIES
 from encoders.load import build, fit, read
 from util.pos_embed import height_and_width
-from util.run.checkpoint import CheckpointInfo
+from util.run.files.record import CheckpointInfo
 
 ENCODERS = (models_vit, models_relative_vit, models_absolute_vit, models_swin)
 MODELS: dict[str, Any] = {}  # {name: factory}

@@ -36,8 +36,8 @@ from encoders.names import (
 )
 from encoders.resize import check_cls_tokens, fit_patch_embed, fit_tables, patch_size
 from util.pos_embed import BIAS_TABLE, grid_from_settings, height_and_width
-from util.run import checkpoint
-from util.run.checkpoint import CheckpointError, CheckpointInfo
+from util.run.files import checkpoint, search, strict
+from util.run.files.record import CheckpointError, CheckpointInfo
 from util.text import shorten
 
 Part = Literal["all", "encoder", "blocks"]
@@ -157,9 +157,9 @@ def read(path: str | Path) -> Weights:
     weights.
     """
     is_verified = Path(path).is_dir()  # by `find_checkpoint_file`
-    path = checkpoint.find_checkpoint_file(path)
+    path = search.find_checkpoint_file(path)
     raw: Tensors = {}
-    for file in checkpoint.list_shards(path):
+    for file in search.list_shards(path):
         part = checkpoint.read_checkpoint(file, is_verified)
         raw.update(part.weights)
     return Weights(path, raw, part.info)
@@ -260,7 +260,7 @@ def fit(model: nn.Module, weights: Weights, part: Part = "encoder", classes: Seq
     label = weights.what
     _refuse_other_heads(model, weights.settings, label)
     if part == "all":
-        checkpoint.load_strict(model, tensors, f"the weights in {label}")
+        strict.load_strict(model, tensors, f"the weights in {label}")
         return LoadReport(loaded=list(tensors), resized=[], missing=[], unexpected=[], remarks=remarks)
 
     if weights.settings.get("model"):
@@ -295,9 +295,9 @@ def fit(model: nn.Module, weights: Weights, part: Part = "encoder", classes: Seq
     missing = [key for key in model_state if key not in fitting]
     lacks_norm = "norm.weight" in missing and not weights.origin.has_norm
     required = _list_required(model, missing, part, lacks_norm)
-    _refuse_misfits(required, checkpoint.list_misshaped(fitting, model_state), label, type(model).__name__)
+    _refuse_misfits(required, strict.list_misshaped(fitting, model_state), label, type(model).__name__)
     _refuse_foreign_parts(model, list(tensors), part, label)
-    checkpoint.check_values(fitting, f"the weights in {label}")
+    strict.check_values(fitting, f"the weights in {label}")
 
     if loses_mlp:
         model.cls_token_mlp = nn.Identity()

@@ -14,7 +14,7 @@ from encoders.names import Tensors
 from encoders.rel_pos import resize_bias_table
 from util.lazy import LazyModule
 from util.pos_embed import BIAS_TABLE, grid_from_settings, resize_pos_embed
-from util.run.checkpoint import CheckpointError
+from util.run.files.record import CheckpointError
 from util.text import count_of
 
 timm_models = LazyModule("timm.models")

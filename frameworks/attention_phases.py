@@ -25,10 +25,10 @@ from util.data.datasets import AddressedDataset, stack
 from util.data.loader import Loader
 from util.data.transforms import Squash
 from util.run.cli import FlagGroup
-from util.run.loader import PhasedBatches, TrainLoader
-from util.run.loop import TrainLoop
-from util.run.supervise import DATA, FORWARD
-from util.run.training import Training
+from util.run.processes.supervise import DATA, FORWARD
+from util.run.train.loader import PhasedBatches, TrainLoader
+from util.run.train.loop import TrainLoop
+from util.run.train.training import Training
 from util.text import count_of
 
 FLAGS = ("attention_start", "attention_every", "attention_crop")

@@ -17,8 +17,8 @@ from models_mae_pr import MaskedAutoencoderViT
 from util import collectives
 from util.data.loader import check_space
 from util.run.cli import FlagGroup
-from util.run.loader import PhasedBatches, TrainLoader
-from util.run.training import Training
+from util.run.train.loader import PhasedBatches, TrainLoader
+from util.run.train.training import Training
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, init_weights
 from prmim import ProgressiveDecoder, TokenOrder
 from util.lazy import LazyModule
 from util.pictures import principal_colors
-from util.run.checkpoint import load_strict
+from util.run.files.strict import load_strict
 
 timm_layers = LazyModule("timm.layers")
 

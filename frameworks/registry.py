@@ -21,7 +21,7 @@ from frameworks import (
 )
 from prmim import METHOD_ARGUMENTS
 from util.data.invalid_pixels import InvalidPixels
-from util.run.checkpoint import CheckpointError, CheckpointInfo
+from util.run.files.record import CheckpointError, CheckpointInfo
 from util.text import count_of
 
 FRAMEWORKS = (

@@ -14,8 +14,8 @@ from models_vit import ViTEncoder
 from prmim import TokenOrder
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from util.lazy import LazyModule
-from util.run import checkpoint
-from util.run.checkpoint import CheckpointInfo
+from util.run.files import search
+from util.run.files.record import CheckpointInfo
 from util.text import close_to
 
 timm = LazyModule("timm")
@@ -146,7 +146,7 @@ def _open_checkpoint(source: str, img_size: tuple[int, int], patch_size: int) ->
     teacher = _build_teacher(weights, img_size, patch_size)
     _fold_normalization(teacher, weights.settings)
     teacher.source = str(path.parent.resolve() / path.name)
-    teacher.fingerprint = checkpoint.sha256(path)
+    teacher.fingerprint = search.sha256(path)
     return teacher
 
 

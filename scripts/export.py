@@ -76,9 +76,9 @@ from util.code_version import code_version
 from util.data.invalid_pixels import InvalidPixels
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import describe_pixels, known_statistics
-from util.run import checkpoint
-from util.run.checkpoint import CheckpointInfo
 from util.run.cli import Parser, prepare_file, run_program, user_errors
+from util.run.files import exported, record, search
+from util.run.files.record import CheckpointInfo
 from util.text import close_to, count_of
 
 SUFFIXES = (".safetensors", ".pth")
@@ -347,7 +347,7 @@ def mae_weights(model: models_mae_pr.MaskedAutoencoderViT) -> Tensors:
 
 
 def known_facts(model: nn.Module, info: CheckpointInfo) -> dict[str, Any]:
-    """What is stored beside the weights, see `checkpoint.EXPORTED_FACTS`, as far as it is known.
+    """What is stored beside the weights, see `exported.EXPORTED_FACTS`, as far as it is known.
 
     info: of the checkpoint. ValueError if the pixel statistics are unknown.
     """
@@ -371,7 +371,7 @@ def known_facts(model: nn.Module, info: CheckpointInfo) -> dict[str, Any]:
     if is_classifier(model):
         facts["classes"] = info.classes
     facts = {name: value for name, value in facts.items() if value}
-    for name in checkpoint.INVALID_SETTINGS:
+    for name in record.INVALID_SETTINGS:
         if name in pixels:  # 0 is a value, too
             facts[name] = pixels[name]
     return facts
@@ -398,7 +398,7 @@ def write_weights(path: Path, state: Tensors, facts: Mapping[str, Any], metadata
     """
     path.unlink(missing_ok=True)  # a temporary file, which only its owner can read
     if path.suffix == ".pth":
-        info = checkpoint.exported_info(facts)
+        info = exported.exported_info(facts)
         content = {"model": state, "meta": json.dumps(info.to_json())}
         buffer = io.BytesIO()
         torch.save(content, buffer)
@@ -423,7 +423,7 @@ def write_card(folder: Path, weights: Weights, title: str, library: str, usage: 
         usage=usage,
         contents=contents,
         source=source.name,
-        sha256=checkpoint.recorded_sha256(source),
+        sha256=search.recorded_sha256(source),
         code=code_version(),
         settings=json.dumps(settings, indent=1),
     )
@@ -447,7 +447,7 @@ def check_out(path: Path, source: Path, overwrite: bool) -> None:
 
 def export(source: str | Path, out: str | Path, overwrite: bool = False, layout: str = "timm") -> list[str]:
     """Export the weights at `source`, see `encoders.load.read`. Returns the lines that describe `out`."""
-    source = checkpoint.find_checkpoint_file(source)
+    source = search.find_checkpoint_file(source)
     out = Path(out)
     if not source.is_file():
         raise ValueError(f"no checkpoint at {str(source)!r}: give the path of a file or the folder of a run")

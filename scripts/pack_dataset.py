@@ -58,9 +58,9 @@ from util.data.tars import (
     write_index,
 )
 from util.data.workers import ignore_in_worker
-from util.run.checkpoint import sha256
 from util.run.cli import Parser, run_program, user_errors
-from util.run.flags import add_invalid_flags
+from util.run.files.search import sha256
+from util.run.start.flags import add_invalid_flags
 from util.text import count_of
 
 _worker: dict[str, FolderImages] = {}  # a worker's images: sent once to each worker, not with every shard

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from util.atomic import replaced_file
 from util.plots import pyplot
 from util.run.cli import Parser, prepare_file, run_program, user_errors
-from util.run.folder import read_reports
+from util.run.files.reports import read_reports
 from util.text import count_of
 
 STYLES = {"loss": "-", "val_loss": "o--", "knn_top1": "-"}  # of the values in a log that are drawn

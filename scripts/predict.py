@@ -27,7 +27,7 @@ from models_mae_pr import MaskedAutoencoderViT
 from recipes import RECIPES
 from util.costs import STATE, USABLE
 from util.run.cli import Parser, check_recipe, parse_with_recipe, prepare_file, run_program, user_errors
-from util.run.flags import split_batch
+from util.run.start.plan import split_batch
 from util.tables import markdown_table, write_csv
 
 # Bytes that one token, channel and block costs in a step, bfloat16 with a float32 residual stream.

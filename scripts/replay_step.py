@@ -30,15 +30,16 @@ from util import attention
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.open import open_everywhere
 from util.data.statistics import normalizer
-from util.run.bad_step import PROGRAM
-from util.run.checkpoint import Checkpoint, read_checkpoint
 from util.run.cli import Parser, run_program, user_errors
-from util.run.distributed import init_process, precision
-from util.run.loader import make_augmentation
-from util.run.logging import RunLog
-from util.run.loop import TrainLoop
-from util.run.shard import choose_attention
-from util.run.supervise import StopSignal
+from util.run.files.checkpoint import read_checkpoint
+from util.run.files.record import Checkpoint
+from util.run.processes.distributed import init_process, precision
+from util.run.processes.shard import choose_attention
+from util.run.processes.supervise import StopSignal
+from util.run.train.bad_step import PROGRAM
+from util.run.train.loader import make_augmentation
+from util.run.train.logging import RunLog
+from util.run.train.loop import TrainLoop
 from util.text import count_of, shorten
 
 

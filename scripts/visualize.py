@@ -27,9 +27,9 @@ from util.data.images import evenly_spaced
 from util.data.invalid_pixels import InvalidPixels
 from util.data.open import open_images
 from util.data.statistics import normalizer
-from util.run import checkpoint
 from util.run.cli import Parser, prepare_file, run_program, user_errors
-from util.run.flags import add_all_valid_flag
+from util.run.files import record
+from util.run.start.flags import add_all_valid_flag
 
 
 def show_run(args: argparse.Namespace) -> None:
@@ -39,7 +39,7 @@ def show_run(args: argparse.Namespace) -> None:
         moved["teacher"] = args.teacher
     model, settings = load_run(args.run, moved)
     if args.all_valid:
-        settings = checkpoint.without_marks(settings)
+        settings = record.without_marks(settings)
     dataset = settings["dataset"]
     data_path = settings["data_path"]
     image_column = settings.get("image_column")

@@ -99,7 +99,7 @@ def undisturbed_run(tmp_path_factory):
 @pytest.fixture
 def before_step(monkeypatch):
     """Returns a function: before_step(number, happen) has `happen` called once, before that step (from 0) of a run."""
-    from util.run.loop import TrainLoop
+    from util.run.train.loop import TrainLoop
 
     begin_step = TrainLoop.begin_step
 

@@ -33,10 +33,10 @@ from engine_finetune import BatchAugmentation
 from main_pretrain import split_matrices
 from models_vit import MICRO, VisionTransformer
 from tests.loops import a_driver
-from tests.util.run.test_shard import CLASSIFIERS, batches_of, make
+from tests.util.run.processes.test_shard import CLASSIFIERS, batches_of, make
 from util.data.transforms import Normalize
 from util.evaluate.loop import EvalContext
-from util.run.distributed import precision
+from util.run.processes.distributed import precision
 
 DEVICE = "fakegpu"
 SMALL = dict(img_size=64, patch_size=4, embed_dim=64, depth=4, num_heads=2)

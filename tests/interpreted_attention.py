@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from models_vit import Block
 from util import attention, short_attention
-from util.run import shard
+from util.run.processes import shard
 
 CPU = torch.device("cpu")
 SHAPES = [(1, 3, 16), (2, 1, 64), (17, 2, 32), (50, 3, 64), (65, 1, 80), (99, 2, 32), (128, 2, 24)]

@@ -6,7 +6,7 @@ import time
 from contextlib import contextmanager
 
 from tests.warm import server
-from util.run.folder import FolderLock
+from util.run.files.lock import FolderLock
 
 
 def _hold(folder, connection):

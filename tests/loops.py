@@ -7,9 +7,9 @@ import torch
 import engine_finetune
 import engine_pretrain
 from util.data.transforms import Normalize
-from util.run.distributed import precision
-from util.run.loop import TrainLoop
-from util.run.supervise import StopSignal
+from util.run.processes.distributed import precision
+from util.run.processes.supervise import StopSignal
+from util.run.train.loop import TrainLoop
 
 
 @contextmanager

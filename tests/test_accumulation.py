@@ -6,8 +6,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.two_processes import run_in_two_processes
-from tests.util.run.test_shard import CPU, a_loop, batches_of
-from util.run import shard
+from tests.util.run.processes.test_shard import CPU, a_loop, batches_of
+from util.run.processes import shard
 
 NAME = "MaskedAutoencoderViT"
 

@@ -19,7 +19,7 @@ from tests.runs import assert_same_state, finetune, pretrain, state
 from tests.test_models_mae_pr import SIZES, assert_is_slow_mae, official_state_dict, orders, perturbed
 from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip
 from util.evaluate.features import class_feature
-from util.run.checkpoint import CheckpointError
+from util.run.files.record import CheckpointError
 
 PIXIO = ["--num_cls_tokens", "3", "--learned_pos_embed", "--mask_unit", "2"]
 PIXIO += ["--drop_path", "0.3", "--no-hflip", "--decoder_depth", "2"]

@@ -20,7 +20,7 @@ from tests.loops import a_driver, forbidden_waits
 from tests.two_processes import run_in_two_processes
 from util.data.transforms import Normalize
 from util.evaluate.loop import EvalContext
-from util.run import shard
+from util.run.processes import shard
 
 CLASSES = 6
 

@@ -15,9 +15,10 @@ from tests.patches import StandIn
 from tests.two_processes import run_in_two_processes
 from util import collectives
 from util.data.transforms import Normalize
-from util.run import distributed, loop, supervise
-from util.run.distributed import precision
-from util.run.loop import Meter
+from util.run.processes import distributed, supervise
+from util.run.processes.distributed import precision
+from util.run.train import loop
+from util.run.train.loop import Meter
 
 CPU = torch.device("cpu")
 

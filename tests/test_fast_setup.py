@@ -8,8 +8,8 @@ import main_pretrain
 from models_mae_pr import mae_vit_micro_patch4
 from models_vit import vit_micro_patch4
 from tests.runs import finetune, pretrain
-from util.run import distributed, shard
-from util.run.distributed import Process
+from util.run.processes import distributed, shard
+from util.run.processes.distributed import Process
 
 
 class Built(Exception):

@@ -30,9 +30,9 @@ from util.costs import saved_bytes
 from util.data.pixel_format import PixelFormat
 from util.data.transforms import Normalize
 from util.pictures import as_rgb
-from util.run import shard
-from util.run.checkpoint import save_checkpoint
-from util.run.shard import recompute_blocks
+from util.run.files.checkpoint import save_checkpoint
+from util.run.processes import shard
+from util.run.processes.shard import recompute_blocks
 
 SIZES = dict(img_size=32, patch_size=4, embed_dim=32, depth=4, num_heads=2)
 # Enough tokens for windows that are grouped and shifted.

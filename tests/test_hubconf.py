@@ -8,7 +8,7 @@ from encoders import models_swin
 from encoders.load import load_encoder
 from frameworks import registry
 from tests.scripts.programs import ROOT, run_file
-from util.run.checkpoint import save_checkpoint
+from util.run.files.checkpoint import save_checkpoint
 
 PROGRAM = """
 import sys, torch

@@ -36,10 +36,11 @@ from util.data.open import open_images
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.transforms import Normalize, ResizeCenterCrop
 from util.evaluate import evaluator
-from util.run import checkpoint
-from util.run.checkpoint import newest_checkpoint, save_checkpoint
-from util.run.loader import make_augmentation
-from util.run.saving import CheckpointSaver
+from util.run.files import checkpoint
+from util.run.files.checkpoint import save_checkpoint
+from util.run.files.search import newest_checkpoint
+from util.run.train.loader import make_augmentation
+from util.run.train.saving import CheckpointSaver
 
 
 def evaluations(folder):

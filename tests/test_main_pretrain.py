@@ -23,12 +23,12 @@ from tests.runs import assert_same_state, finetune, finish, losses, pretrain, re
 from tests.warm import run_by_torchrun
 from util.data import open as open_data
 from util.data.images import FolderImages
-from util.run import distributed, shard
-from util.run import training as training_module
-from util.run.checkpoint import newest_checkpoint
 from util.run.cli import flags_given
-from util.run.flags import Plan
-from util.run.loop import TrainLoop
+from util.run.files.search import newest_checkpoint
+from util.run.processes import distributed, shard
+from util.run.start.plan import Plan
+from util.run.train import training as training_module
+from util.run.train.loop import TrainLoop
 
 ROOT = Path(__file__).resolve().parents[1]
 GREENMIM = ("--model", "greenmim_swin_micro_patch4_window4", "--input_size", 64)

@@ -27,9 +27,9 @@ from util.evaluate.features import Features, extract_features
 from util.evaluate.knn import KnnProtocol, knn_accuracy
 from util.evaluate.loop import EvalContext
 from util.evaluate.moments import moments_of_all
-from util.run.checkpoint import newest_checkpoint
-from util.run.loop import TrainLoop
-from util.run.training import Training
+from util.run.files.search import newest_checkpoint
+from util.run.train.loop import TrainLoop
+from util.run.train.training import Training
 
 KNN = ("--knn_every", 1)
 ACCURACIES = ("knn_top1", "knn_mean_raw_top1", "knn_cls_z_top1", "knn_cls_raw_top1")

@@ -17,8 +17,8 @@ from recipes import FINETUNE_RECIPES, RECIPES
 from scripts.parts.paper_tables import TABLES
 from tests.gmac import forward_gmac
 from util.run.cli import parse_with_recipe
-from util.run.distributed import Process
-from util.run.flags import make_plan
+from util.run.processes.distributed import Process
+from util.run.start.plan import make_plan
 
 
 @functools.cache

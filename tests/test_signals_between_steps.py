@@ -10,9 +10,9 @@ from tests.downstream.dense import detect, segment, write_shapes, write_stripes
 from tests.runs import assert_same_state, finetune, pretrain, reports, reports_without_times, state
 from util.evaluate import loop as evaluation_loop
 from util.evaluate.evaluator import Evaluator
-from util.run import saving
-from util.run.checkpoint import list_finished, step_of
-from util.run.loop import TrainLoop
+from util.run.files.search import list_finished, step_of
+from util.run.train import saving
+from util.run.train.loop import TrainLoop
 
 ATTENTION = "--sampling attention --attention_start 0 --attention_every 1 --epochs 3 --throw_ratio 0.25"
 CASES = {  # the step with the work, and the program

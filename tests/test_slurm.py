@@ -18,7 +18,7 @@ import submitit_launch
 from tests.patches import MonkeyPatch
 from tests.runs import pretrain, reports
 from tests.until import wait_until
-from util.run.folder import write_progress
+from util.run.files.reports import write_progress
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "slurm_on_one_machine.sh"
@@ -199,7 +199,7 @@ def test_signals_cost_no_step(undisturbed, photos, tmp_path, requeue):
 
 HELD = """
 
-from util.run.loop import TrainLoop
+from util.run.train.loop import TrainLoop
 
 stop_if_asked = TrainLoop.stop_if_asked
 

@@ -36,9 +36,9 @@ import main_pretrain
 from encoders import classifiers
 from frameworks import registry
 from recipes import FINETUNE_RECIPES, RECIPES
-from util.run.checkpoint import newest_checkpoint
 from util.run.cli import Parser, prepare_file, run_program, user_errors
-from util.run.folder import read_reports
+from util.run.files.reports import read_reports
+from util.run.files.search import newest_checkpoint
 from util.tables import write_csv
 
 # Width and height. In an image of 1:5 few boxes of the random crop fit, so the crop uses its fallback.

@@ -18,7 +18,7 @@ from util.data.datasets import AddressedDataset
 from util.data.transforms import Size
 from util.evaluate.loop import EvalContext, evaluation_batches, share_of_rank
 from util.evaluate.results import Evaluation
-from util.run.loop import TrainLoop
+from util.run.train.loop import TrainLoop
 
 
 def pad_with_zeros(imgs: Tensor, sizes: Sequence[Size]) -> Tensor:

@@ -34,9 +34,9 @@ from util.data.statistics import normalizer
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
 from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
-from util.run.flags import Plan, check_same
-from util.run.loader import TrainLoader
-from util.run.run import Run, RunFacts
+from util.run.start.plan import Plan, check_same
+from util.run.start.run import Run, RunFacts
+from util.run.train.loader import TrainLoader
 from util.text import count_of, shorten
 
 PROGRAM = "main_detection.py"

@@ -25,8 +25,8 @@ from util.evaluate.knn import KnnProtocol, knn_accuracy
 from util.evaluate.loop import EvalContext, evaluation_batches
 from util.evaluate.moments import moments_of_all
 from util.evaluate.session import Session
-from util.run.flags import split_batch
-from util.run.supervise import StopSignal
+from util.run.processes.supervise import StopSignal
+from util.run.start.plan import split_batch
 from util.text import count_of
 
 NEIGHBOURS = (10, 20, 100, 200)

@@ -28,10 +28,11 @@ from util.data.statistics import complete_settings, normalizer
 from util.evaluate.knn import TEMPERATURE
 from util.evaluate.results import EvaluatedModel, ResultsFile
 from util.evaluate.session import evaluation_session
-from util.run import checkpoint, flags
 from util.run.cli import Parser, run_program
-from util.run.distributed import PRECISIONS, precision
-from util.run.flags import add_all_valid_flag, add_data_flags, add_eval_split_flag
+from util.run.files import record
+from util.run.processes.distributed import PRECISIONS, precision
+from util.run.start import plan as plan_module
+from util.run.start.flags import add_all_valid_flag, add_data_flags, add_eval_split_flag
 from util.tables import markdown_table
 
 PROGRAM = "main_probe.py"
@@ -122,7 +123,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
 
 def check_flags(args: argparse.Namespace) -> None:
     """ValueError if a flag, or a pair of flags, is out of range."""
-    flags.check_flags(args)
+    plan_module.check_flags(args)
     if args.encoder is None and args.timm is None:
         raise ValueError("nothing to evaluate: give a checkpoint, a run's folder, or --timm NAME")
     refuse_inside_data("--output_dir", args.output_dir, args.dataset, args.data_path)
@@ -169,7 +170,7 @@ def protocol_of(
         "train": [len(images), images.fingerprint()],
         "val": [len(val_images), val_images.fingerprint()],
     }
-    for name in checkpoint.INVALID_SETTINGS:
+    for name in record.INVALID_SETTINGS:
         if name in pixel_settings:
             protocol[name] = pixel_settings[name]
     if "knn" in args.probes:
@@ -217,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         encoder = collectives.run_everywhere(lambda: make_encoder(args))
         known = encoder.pixel_settings
         if args.all_valid:
-            known = checkpoint.without_marks(known)
+            known = record.without_marks(known)
         images, val_images = open_data(args, encoder.in_chans, known)
         pixel_settings, notes = complete_settings(known, images)
         precision_name = precision(args.precision, session.process.device).name

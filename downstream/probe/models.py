@@ -18,8 +18,8 @@ from util.data.statistics import known_statistics
 from util.evaluate.features import class_feature, forward_blocks
 from util.hub import hub_or_cache
 from util.lazy import LazyModule
-from util.run import checkpoint
-from util.run.resume import identify_encoder
+from util.run.files import checkpoint, search
+from util.run.start.resume import identify_encoder
 from util.text import shorten
 
 timm = LazyModule("timm")
@@ -179,7 +179,7 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
     pixel_settings = {"pixels": RGB8.dtype, "mean": config["mean"], "std": config["std"]}
     whose = f"timm's for {name}"
     if path is not None:
-        file = checkpoint.find_checkpoint_file(path)
+        file = search.find_checkpoint_file(path)
         load_timm_weights(network, name, file)
         stored = checkpoint.read_info(file).pixel_settings
         pixels = PixelFormat(in_chans, stored["pixels"] or RGB8.dtype)

@@ -33,8 +33,8 @@ from util.evaluate.results import EvaluatedModel, ResultsFile
 from util.evaluate.session import evaluation_session
 from util.lazy import LazyModule
 from util.run.cli import Parser, run_program
-from util.run.distributed import PRECISIONS, precision
-from util.run.resume import find_encoder
+from util.run.processes.distributed import PRECISIONS, precision
+from util.run.start.resume import find_encoder
 from util.tables import markdown_table
 from util.text import count_of, shorten
 

@@ -19,7 +19,7 @@ from util.data.transforms import Size
 from util.evaluate.loop import EvalContext, evaluation_batches
 from util.evaluate.results import Evaluation
 from util.pictures import table
-from util.run.loop import TrainLoop
+from util.run.train.loop import TrainLoop
 
 Batch = Sequence[Tensor]  # (imgs uint8 [B, C, H, W], labels uint8 [B, H, W])
 LOSS_WEIGHTS = {"decode": 1.0, "aux": 0.4}

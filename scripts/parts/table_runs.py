@@ -18,8 +18,8 @@ import submitit_launch
 from downstream.recipes import DOWNSTREAM_RECIPES
 from recipes import FINETUNE_RECIPES, RECIPES
 from util.pos_embed import height_and_width
-from util.run import checkpoint
-from util.run.folder import read_json
+from util.run.files import search
+from util.run.files.reports import read_json
 
 RECIPES_OF: dict[str, Any] = {"main_pretrain": RECIPES, "main_finetune": FINETUNE_RECIPES, **DOWNSTREAM_RECIPES}
 # Measures of `paper_tables` that the results.json of a downstream program holds, and the program.
@@ -53,10 +53,10 @@ class Run:
         if self.main == "main_robustness":
             return False  # which test sets are asked for is not known here
         if self.main == "main_pretrain":
-            paths = checkpoint.list_checkpoints(self.folder)
+            paths = search.list_checkpoints(self.folder)
             if not paths:
                 return False
-            info = checkpoint.read_sidecar(paths[-1])
+            info = search.read_sidecar(paths[-1])
             return info is not None and info.is_finished
         settings = read_json(self.folder / "settings.json")
         last = read_json(self.folder / "results.json").get("last")

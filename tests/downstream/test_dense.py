@@ -17,10 +17,11 @@ from tests.runs import assert_same_state, refused, reports, reports_without_time
 from util.data.pixel_format import read_header
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.results import RESULTS
-from util.run.checkpoint import newest_checkpoint, save_checkpoint
-from util.run.distributed import Process
-from util.run.flags import make_plan
-from util.run.folder import read_json
+from util.run.files.checkpoint import save_checkpoint
+from util.run.files.reports import read_json
+from util.run.files.search import newest_checkpoint
+from util.run.processes.distributed import Process
+from util.run.start.plan import make_plan
 
 LOSSES = {"val_miou": ("decode", "aux"), "val_box_ap": ("objectness", "rpn_box", "class", "box", "mask")}
 NUM_IMAGES = {"val_miou": 6, "val_box_ap": 5}  # to evaluate on

@@ -19,7 +19,8 @@ from models_mae_pr import mae_vit_micro_patch4
 from models_vit import VisionTransformer, ViTEncoder
 from scripts.parts.transformers_models import transformers_class, transformers_config, transformers_names
 from tests.runs import PLAIN, evaluate, finetune
-from util.run.checkpoint import CheckpointError, save_checkpoint
+from util.run.files.checkpoint import save_checkpoint
+from util.run.files.record import CheckpointError
 
 SIZES = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3)
 

@@ -22,10 +22,11 @@ import torch
 from util import atomic
 from util.data import open as open_module
 from util.data.images import EncodedImages
-from util.run import checkpoint, shard
 from util.run.cli import run_program
-from util.run.loop import TrainLoop
-from util.run.supervise import Watchdog
+from util.run.files import checkpoint
+from util.run.processes import shard
+from util.run.processes.supervise import Watchdog
+from util.run.train.loop import TrainLoop
 
 
 def kill_a_worker():

@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.test_user_runs import MICRO
 from tests.runs import PLAIN, finetune, pretrain
-from util.run import shard
+from util.run.processes import shard
 
 
 @pytest.mark.fault(

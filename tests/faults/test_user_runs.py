@@ -21,8 +21,9 @@ from tests.conftest import write_photo
 from tests.runs import assert_same_state, finish, pretrain, reports, state
 from tests.two_processes import run_in_two_processes
 from tests.warm import Python
-from util.run import distributed, errors
-from util.run.checkpoint import list_checkpoints, newest_checkpoint, read_sidecar, step_of
+from util.run.files.search import list_checkpoints, newest_checkpoint, read_sidecar, step_of
+from util.run.processes import distributed
+from util.run.start import errors
 
 ROOT = Path(__file__).resolve().parents[2]
 MICRO = ("--model", "mae_vit_micro_patch4", "--picture_every", 0)
@@ -212,7 +213,7 @@ CHAIN = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
 import main_pretrain
-from util.run.loop import TrainLoop
+from util.run.train.loop import TrainLoop
 from util.run.cli import run_program
 step = TrainLoop.begin_step
 def stopping(loop, number):
@@ -334,7 +335,7 @@ def test_a_log_that_cannot_be_written(photos, tmp_path, before_step, capsys):
 @pytest.mark.fault("U45", "a terminal that reports 0 columns", "a progress bar of 80")
 def test_a_bar_on_a_terminal_without_a_width(tmp_path):
     program = (
-        "import sys\nfrom pathlib import Path\nfrom util.run.logging import RunLog\n"
+        "import sys\nfrom pathlib import Path\nfrom util.run.train.logging import RunLog\n"
         "log = RunLog(Path(sys.argv[1]), 0, 3)\n"
         "log.advance(); log.report(1, {'loss': 1.0}, 'step 1', 'loss 1.0'); log.close()"
     )

@@ -24,11 +24,11 @@ from util.data.attention_maps import AttentionMaps, maps_path
 from util.data.datasets import AddressedDataset, permutation
 from util.data.images import FolderImages
 from util.data.transforms import Normalize, RandomResizedCropFlip, Squash
-from util.run import shard
-from util.run.checkpoint import list_checkpoints
-from util.run.distributed import precision
-from util.run.loop import TrainLoop
-from util.run.supervise import StopSignal
+from util.run.files.search import list_checkpoints
+from util.run.processes import shard
+from util.run.processes.distributed import precision
+from util.run.processes.supervise import StopSignal
+from util.run.train.loop import TrainLoop
 
 # Four epochs of three steps, with new maps after each of the first three.
 TEXT = "--model mae_vit_micro_patch4 --epochs 4 --sampling attention --no-progressive --picture_every 0 "

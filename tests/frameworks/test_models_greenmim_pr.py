@@ -17,7 +17,7 @@ from frameworks.models_greenmim_pr import (
 from prmim import TokenCounts
 from tests import slow_mae
 from tests.test_models_mae_pr import assert_same_weights, perturbed, segments
-from util.run.checkpoint import save_checkpoint
+from util.run.files.checkpoint import save_checkpoint
 
 # 4 x 4 units of 16 px. In the first stage a unit has 4 x 4 tokens, and windows of 2 x 2 must be grouped.
 SIZES = dict(

@@ -27,7 +27,7 @@ from frameworks.models_simmim_pr import (
 from prmim import TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
 from tests import slow_mae
 from tests.test_models_mae_pr import assert_is_slow, assert_same_weights, perturbed
-from util.run.checkpoint import save_checkpoint
+from util.run.files.checkpoint import save_checkpoint
 
 SIZES = dict(img_size=32, patch_size=4, embed_dim=24, depth=2, num_heads=3)
 ARMS = [(0.0, True), (0.5, False), (0.5, True)]

@@ -5,7 +5,8 @@ import torch
 
 import main_pretrain
 from frameworks.registry import load_run
-from util.run.checkpoint import CheckpointError, save_checkpoint
+from util.run.files.checkpoint import save_checkpoint
+from util.run.files.record import CheckpointError
 
 
 def test_a_run_of_another_version_is_refused(tmp_path):

@@ -9,7 +9,7 @@ from encoders.load import load_encoder
 from frameworks import registry
 from scripts import export
 from tests import runs
-from util.run.checkpoint import save_checkpoint
+from util.run.files.checkpoint import save_checkpoint
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 

@@ -28,7 +28,7 @@ from tests.scripts.exports import (
     run,
     shake,
 )
-from util.run.checkpoint import save_checkpoint
+from util.run.files.checkpoint import save_checkpoint
 
 SUFFIXES = (".safetensors", ".pth")
 MICRO_IN_TIMM = {

@@ -14,8 +14,8 @@ from frameworks.registry import build_model
 from scripts import replay_step
 from scripts.replay_step import Finder
 from tests.runs import finetune, finish, pretrain, refused, reports
-from util.run import bad_step
-from util.run.loop import TrainLoop
+from util.run.train import bad_step
+from util.run.train.loop import TrainLoop
 
 QUIET = ("--picture_every", 0)
 

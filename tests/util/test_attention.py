@@ -11,8 +11,8 @@ from tests.test_framework_contract import a_batch, build
 from util import attention
 from util.attention import CHOICES, KERNELS, biased_attention, prefer, self_attention
 from util.costs import saved_bytes
-from util.run import shard
-from util.run.distributed import PRECISIONS
+from util.run.processes import shard
+from util.run.processes.distributed import PRECISIONS
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")

@@ -12,8 +12,8 @@ from torch import nn
 from models_vit import Block
 from tests.warm import ROOT
 from util import attention
-from util.run import shard
-from util.run.distributed import PRECISIONS
+from util.run.processes import shard
+from util.run.processes.distributed import PRECISIONS
 
 short_attention = pytest.importorskip("util.short_attention", reason="this torch has no Triton")
 compile_attention = pytest.importorskip("tools.compile_attention")

@@ -11,10 +11,10 @@ from util import collectives
 from util.evaluate.loop import EvalContext, context_of_training
 from util.evaluate.results import RESULTS, Evaluation
 from util.pictures import save
-from util.run import checkpoint
-from util.run.checkpoint import RunInfo
-from util.run.folder import read_json, write_json
-from util.run.training import Training
+from util.run.files import search
+from util.run.files.record import RunInfo
+from util.run.files.reports import read_json, write_json
+from util.run.train.training import Training
 
 BEST = "checkpoint-best.pth"
 
@@ -109,7 +109,7 @@ class Evaluator:
 
     def read_best(self) -> RunInfo | None:
         """Returns what checkpoint-best.pth says about the run; None if there is none."""
-        info = checkpoint.read_sidecar(self.training.output_dir / BEST)
+        info = search.read_sidecar(self.training.output_dir / BEST)
         return None if info is None else info.run
 
     def write_picture(self, picture: np.ndarray | None) -> None:

@@ -15,11 +15,11 @@ from util import collectives
 from util.data.datasets import AddressedDataset, stack
 from util.data.loader import Loader
 from util.data.transforms import Normalize, Size
-from util.run import shard
-from util.run.shard import Autocast
+from util.run.processes import shard
+from util.run.processes.shard import Autocast
 
 if TYPE_CHECKING:
-    from util.run.training import Training
+    from util.run.train.training import Training
 
 
 IMAGES_PER_QUESTION = 8  # at least; where images differ in size, ranks that ask each other more often would wait more

@@ -14,7 +14,7 @@ import numpy as np
 
 from util import collectives
 from util.code_version import code_version
-from util.run.folder import write_json, write_progress
+from util.run.files.reports import write_json, write_progress
 from util.text import count_of, shorten
 
 RESULTS = "results.json"

@@ -12,11 +12,13 @@ from util.data.transforms import Normalize
 from util.evaluate.loop import EvalContext
 from util.evaluate.results import RESULTS, Evaluation
 from util.pictures import save
-from util.run import distributed
 from util.run.cli import Parser
-from util.run.errors import exit_on_setup_errors
-from util.run.flags import num_workers
-from util.run.folder import lock_folder, refuse_different_starts, write_json
+from util.run.files.lock import lock_folder
+from util.run.files.reports import write_json
+from util.run.processes import distributed
+from util.run.start.errors import exit_on_setup_errors
+from util.run.start.folder import refuse_different_starts
+from util.run.start.plan import num_workers
 from util.text import printable
 
 

@@ -15,9 +15,9 @@ from tests.downstream.dense import detect
 from tests.downstream.detection.coco import write_coco
 from tests.runs import assert_same_state, reports, state
 from util.evaluate.results import RESULTS
-from util.run.checkpoint import read_sidecar
-from util.run.folder import read_json
-from util.run.resume import find_changes
+from util.run.files.reports import read_json
+from util.run.files.search import read_sidecar
+from util.run.start.resume import find_changes
 
 pytest.importorskip("faster_coco_eval")
 

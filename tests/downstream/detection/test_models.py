@@ -23,7 +23,7 @@ from downstream.detection.models import AlignedRoIPool, Detector, crop_masks
 from encoders.load import load_encoder
 from models_vit import MICRO, VisionTransformer
 from util.pos_embed import resize_pos_embed
-from util.run.checkpoint import CheckpointError
+from util.run.files.record import CheckpointError
 
 SMALL = {**MICRO, "img_size": 48, "pretrain_size": 32, "window_size": 5}
 EIGHT_BLOCKS = {**SMALL, "depth": 8}

@@ -20,7 +20,7 @@ from tests.util.evaluate.test_knn import mean_and_std, slow_ranking
 from tests.warm import run_by_torchrun
 from util.data import loader
 from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop
-from util.run.checkpoint import save_checkpoint
+from util.run.files.checkpoint import save_checkpoint
 
 SMALL = "--steps 12 --total_batch_size 8 --num_workers 0 --device cpu"
 

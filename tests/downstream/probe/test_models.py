@@ -21,7 +21,8 @@ from models_vit import MICRO, VisionTransformer, vit_micro_patch4, vit_tiny_patc
 from tests.runs import info_of_run
 from util.costs import count_gmac
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
-from util.run.checkpoint import CheckpointError, save_checkpoint
+from util.run.files.checkpoint import save_checkpoint
+from util.run.files.record import CheckpointError
 
 VIT = "vit_tiny_patch16_224"
 

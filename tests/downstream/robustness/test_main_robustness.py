@@ -18,10 +18,10 @@ from tests.runs import refused
 from tests.two_processes import run_in_two_processes
 from util import collectives
 from util.data.transforms import Normalize, ResizeCenterCrop
-from util.run import distributed
-from util.run.checkpoint import save_checkpoint
 from util.run.cli import Parser
-from util.run.distributed import Process
+from util.run.files.checkpoint import save_checkpoint
+from util.run.processes import distributed
+from util.run.processes.distributed import Process
 
 WNIDS = [f"n{i:08d}" for i in range(0, 36, 3)]  # the twelve classes of the small sets
 SUBSET = [WNIDS[i] for i in (1, 4, 5, 10)]

@@ -14,9 +14,9 @@ from tests.downstream.dense import segment, segment_linear
 from tests.downstream.segmentation.pairs import write_pairs
 from tests.runs import reports, state
 from util.evaluate.results import RESULTS
-from util.run.checkpoint import read_sidecar
-from util.run.folder import read_json
-from util.run.resume import find_changes
+from util.run.files.reports import read_json
+from util.run.files.search import read_sidecar
+from util.run.start.resume import find_changes
 
 SPLITS = ("training", "validation")
 

@@ -21,7 +21,7 @@ from encoders.models_relative_vit import RelativeViTEncoder
 from encoders.rel_pos import resize_bias_table
 from models_vit import BASE, VisionTransformer
 from tests.two_processes import run_in_two_processes
-from util.run.checkpoint import CheckpointError
+from util.run.files.record import CheckpointError
 
 SIZES = dict(img_size=16, patch_size=4, embed_dim=12, depth=4, num_heads=3)
 

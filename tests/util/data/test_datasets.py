@@ -17,7 +17,7 @@ from util.data.datasets import (
 )
 from util.data.images import CifarImages, FolderImages, evenly_spaced
 from util.data.open import open_images
-from util.run.flags import split_batch
+from util.run.start.plan import split_batch
 
 
 @pytest.mark.fault("F31", "a data folder that is empty, missing, or has an empty class", "named at the start")

@@ -21,7 +21,8 @@ from util.data.open import open_images
 from util.data.pixel_format import RGB8, FormatError, PixelFormat, read_format
 from util.data.statistics import choose_statistics, measure_statistics
 from util.data.transforms import Normalize, PaddedCropFlip, RandomResizedCropFlip, ResizeCenterCrop, Squash, resize
-from util.run.checkpoint import CheckpointInfo, read_info
+from util.run.files.checkpoint import read_info
+from util.run.files.record import CheckpointInfo
 
 tifffile = pytest.importorskip("tifffile")
 

@@ -8,7 +8,8 @@ from tests.util.data.test_pixel_format import choose, pixels, save_arrays
 from util.data.open import open_images
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import complete_settings, measure_statistics, normalizer
-from util.run.checkpoint import CheckpointInfo, save_checkpoint
+from util.run.files.checkpoint import save_checkpoint
+from util.run.files.record import CheckpointInfo
 
 MEAN = [0.485, 0.456, 0.406]
 STD = [0.229, 0.224, 0.225]

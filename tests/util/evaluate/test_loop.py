@@ -12,7 +12,7 @@ from util.data.open import open_images
 from util.data.transforms import Normalize, ResizeCenterCrop
 from util.evaluate import loop
 from util.evaluate.loop import EvalContext, evaluation_batches, share_of_rank, with_equal_passes
-from util.run.supervise import Stopped
+from util.run.processes.supervise import Stopped
 
 
 @pytest.fixture

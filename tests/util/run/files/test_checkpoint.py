@@ -1,0 +1,378 @@
+import errno
+import hashlib
+import io
+import json
+import os
+import pwd
+import re
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.runs import info_of_run
+from tests.warm import Python
+from util import atomic
+from util.run.files import checkpoint, search, strict
+from util.run.files.checkpoint import prune_checkpoints, read_checkpoint, save_checkpoint
+from util.run.files.record import CheckpointError, CheckpointInfo
+from util.run.files.search import find_checkpoint_file, list_checkpoints, list_finished, newest_checkpoint, read_sidecar
+
+
+def save(folder, step, value=0.0, **meta):
+    return save_checkpoint(folder, step, {"model": {"w": torch.full((100,), value)}}, meta)
+
+
+def test_round_trip_without_pickled_classes(tmp_path):
+    path = save(tmp_path, 7, 3.5, settings={"epochs": 5, "crop": [0.2, 1.0]})
+    content = torch.load(path, weights_only=True)
+    assert json.loads(content["meta"])["settings"] == {"epochs": 5, "crop": [0.2, 1.0]}
+    assert read_checkpoint(path).info.settings == {"epochs": 5, "crop": [0.2, 1.0]}
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-7.json", "checkpoint-7.pth"]  # no temporary file is left
+
+
+def test_the_hash_is_that_of_the_file_which_is_not_read_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(search, "sha256", lambda path: pytest.fail("the file was read"))
+    path = save_checkpoint(tmp_path, 1, {"model": {"w": torch.randn(300, 1000), "b": torch.zeros(0)}}, {})
+    record = json.loads(path.with_suffix(".json").read_text())
+    content = path.read_bytes()
+    assert record["size"] == len(content)
+    assert record["sha256"] == hashlib.sha256(content).hexdigest()
+
+
+def damage_truncate(path):
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def damage_flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def damage_empty(path):
+    path.write_bytes(b"")
+
+
+def damage_record(path):
+    path.with_suffix(".json").unlink()
+
+
+@pytest.mark.fault(
+    "F35", "the newest checkpoint cut off, flipped in one bit, empty, without record", "the one before, with the reason"
+)
+@pytest.mark.parametrize(
+    "damage, reason",
+    [
+        (damage_truncate, r"\d+ bytes instead of \d+"),
+        (damage_flip, "its SHA-256 is not the recorded one"),
+        (damage_empty, r"0 bytes instead of \d+"),
+        (damage_record, "its .json is missing"),
+    ],
+)
+def test_the_newest_intact_checkpoint_is_found_with_the_reasons_for_skipping_others(tmp_path, damage, reason):
+    good = save(tmp_path, 90)
+    newest = save(tmp_path, 100)
+    assert newest_checkpoint(tmp_path) == (newest, [])  # sorted by number, not by name
+    damage(newest)
+    path, (skipped,) = newest_checkpoint(tmp_path)
+    assert path == good
+    assert re.match(f"checkpoint-100.pth: {reason}", skipped)
+    damage(good)
+    path, skipped = newest_checkpoint(tmp_path)
+    assert path is None
+    assert len(skipped) == 2
+
+
+NO_SPACE = OSError(28, "No space left on device")
+BAD_POSITION = RuntimeError("unexpected pos 576 vs 534")
+
+
+def contents_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("step", [2, "best"])
+@pytest.mark.parametrize(
+    ("module", "function", "error"),
+    [
+        (checkpoint, "torch.save", NO_SPACE),
+        (checkpoint, "torch.save", BAD_POSITION),
+        (atomic, "os.replace", NO_SPACE),
+        (atomic, "os.fsync", NO_SPACE),
+        (checkpoint, "sync", NO_SPACE),  # of the record, after the weights were written
+    ],
+)
+def test_a_failed_write_leaves_older_checkpoints_and_no_partial_file(
+    tmp_path, monkeypatch, module, function, error, step
+):
+    """torch's zip writer raises OSError or RuntimeError on a full disk. The caller gets an OSError in both cases."""
+    before = save(tmp_path, 1, 1.0)
+    save_checkpoint(tmp_path, "best", {"w": torch.zeros(10)}, {"step": 1})  # replaced by a better one
+    files = contents_of(tmp_path)
+
+    def full(*arguments):
+        if function == "torch.save":
+            arguments[1].write(b"half a checkpoint")
+        raise error
+
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.replace_in(module, function, full)
+        save(tmp_path, step, 2.0)
+    assert newest_checkpoint(tmp_path) == (before, [])
+    assert contents_of(tmp_path) == files
+
+
+def test_a_really_full_disk(tmp_path):
+    """The kernel limits the files of a child process to 300 kB. For some sizes torch then raises RuntimeError."""
+    (tmp_path / "run").mkdir()
+    save(tmp_path / "run", 1)
+    program = tmp_path / "program.py"
+    program.write_text("""if True:
+        import resource, signal, sys, torch
+        from util.run.files.checkpoint import save_checkpoint
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+        for size in (75_000, 80_000, 200_000, 1_000_000):
+            try:
+                save_checkpoint(sys.argv[1], size, {"w": torch.zeros(size)}, {})
+            except OSError:
+                print("refused")
+    """)
+    out, _ = Python(program, tmp_path / "run").communicate(timeout=240)
+    assert out.split() == ["refused"] * 4, out
+    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoint-1.json", "checkpoint-1.pth"]
+
+
+def test_pruning_keeps_the_last_two_and_those_marked_as_kept(tmp_path):
+    for name in ("checkpoint-best.pth", "weights.pth"):
+        (tmp_path / name).touch()  # files of the user
+    for step in range(1, 8):
+        save_checkpoint(tmp_path, step, {"model": {}}, {"step": step}, keep=step % 3 == 0)
+        prune_checkpoints(tmp_path, [step - 1, step])
+    assert {path.stem for path in tmp_path.glob("*.json")} == {"checkpoint-3", "checkpoint-6", "checkpoint-7"}
+    kept = {"checkpoint-3", "checkpoint-6", "checkpoint-7", "checkpoint-best", "weights"}
+    assert {path.stem for path in tmp_path.glob("*.pth")} == kept
+
+
+def test_pruning_keeps_checkpoints_of_later_steps(tmp_path):
+    for step in range(1, 5):
+        save_checkpoint(tmp_path, step, {"model": {}}, {"step": step})
+    prune_checkpoints(tmp_path, [2])
+    assert {path.stem for path in tmp_path.glob("*.pth")} == {"checkpoint-2", "checkpoint-3", "checkpoint-4"}
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_kill_while_pruning_leaves_no_checkpoint_that_would_be_adopted(tmp_path, monkeypatch, calls):
+    for step in range(1, 4):
+        save_checkpoint(tmp_path, step, {}, {"step": step})
+    deleted = []
+
+    class KilledPath(type(Path())):
+        def unlink(self, **options):
+            if len(deleted) == calls:
+                raise KeyboardInterrupt
+            deleted.append(self)
+            super().unlink(**options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoint, "Path", KilledPath)
+        prune_checkpoints(tmp_path, [2, 3])
+    assert list_finished(tmp_path) == list_checkpoints(tmp_path)
+    prune_checkpoints(tmp_path, [2, 3])
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2.pth", "checkpoint-3.pth"]
+
+
+def test_pruning_never_deletes_a_checkpoint_without_a_record(tmp_path):
+    for step in range(1, 5):
+        save_checkpoint(tmp_path, step, {}, {"step": step})
+    (tmp_path / "checkpoint-2.json").unlink()  # copied by the user, or killed between file and record
+    prune_checkpoints(tmp_path, [3, 4])
+    assert {path.stem for path in tmp_path.glob("*.pth")} == {"checkpoint-2", "checkpoint-3", "checkpoint-4"}
+
+
+class Payload:
+    def __reduce__(self):
+        return os.mkdir, ("pwned",)
+
+
+def test_nothing_in_a_file_is_executed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": Payload()}, "evil.pth")
+    with pytest.raises(ValueError, match="evil.pth' cannot be read as a checkpoint of tensors"):
+        read_checkpoint("evil.pth")
+    assert not os.path.exists("pwned")
+
+
+def test_unreadable_files_are_named(tmp_path):
+    with pytest.raises(ValueError, match="no checkpoint at .*nowhere.pth"):
+        read_checkpoint(tmp_path / "nowhere.pth")
+    (tmp_path / "text.pth").write_text("hello")
+    with pytest.raises(ValueError, match="text.pth' cannot be read"):
+        read_checkpoint(tmp_path / "text.pth")
+    torch.save([1, 2], tmp_path / "list.pth")
+    with pytest.raises(ValueError, match="list.pth' holds a list"):
+        read_checkpoint(tmp_path / "list.pth")
+    path = save(tmp_path, 1)
+    damage_flip(path)
+    with pytest.raises(ValueError, match="damaged: its SHA-256"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "is_zip"),
+    [
+        (".pth", True),
+        (".pth", False),
+        (".safetensors", False),
+    ],
+)
+def test_a_file_that_ends_too_early_is_a_damaged_checkpoint(tmp_path, suffix, is_zip):
+    """Wherever it ends: none of the errors of torch and safetensors passes for one of the storage."""
+    weights = {"w": torch.zeros(100)}
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".safetensors":
+        save_file(weights, path)
+    else:
+        torch.save(weights, path, _use_new_zipfile_serialization=is_zip)
+    whole = path.read_bytes()
+    for length in range(0, len(whole) - 1, 23):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="cannot be read as a checkpoint of tensors"):
+            read_checkpoint(path)
+
+
+class FailingFile(io.FileIO):
+    """A file whose storage fails after the first read. torch's zip reader replaces the error by another one."""
+
+    num_reads = 0
+
+    def readinto(self, buffer):
+        self.num_reads += 1
+        if self.num_reads > 1:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().readinto(buffer)
+
+
+def load_from_failing_storage(path, **options):
+    return torch.load(io.BufferedReader(FailingFile(path), 4096), **options)
+
+
+@pytest.mark.parametrize(
+    ("load", "error"),
+    [
+        (load_from_failing_storage, OSError),
+        (Mock(side_effect=OSError(errno.EIO, "Input/output error")), OSError),
+        (Mock(side_effect=MemoryError()), MemoryError),
+    ],
+)
+def test_a_failing_storage_is_no_damaged_checkpoint(tmp_path, monkeypatch, load, error):
+    """The run would otherwise end with the exit code of a damaged checkpoint, and would not be started again."""
+    torch.save({"w": torch.zeros(100_000)}, tmp_path / "a.pth")
+    monkeypatch.replace_in(checkpoint, "torch.load", load)
+    with pytest.raises(error):
+        read_checkpoint(tmp_path / "a.pth")
+
+
+class Renamed:
+    """A class whose objects are pickled."""
+
+
+def test_a_file_that_must_not_be_read_stays_so(tmp_path, monkeypatch):
+    (tmp_path / "a.pth").touch()
+    denied = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
+    monkeypatch.replace_in(checkpoint, "torch.load", denied)
+    owner = pwd.getpwuid(os.getuid()).pw_name
+    with pytest.raises(CheckpointError, match=f"a.pth' cannot be read: Permission denied .*belongs to {owner}"):
+        read_checkpoint(tmp_path / "a.pth")
+
+
+def test_a_folder_that_must_not_be_read_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
+    """`Path.glob` finds nothing in it."""
+    denied = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied", str(tmp_path)))
+    monkeypatch.replace_in(checkpoint, "os.listdir", denied)
+    with pytest.raises(PermissionError):
+        find_checkpoint_file(tmp_path)
+
+
+def test_a_pickled_class_may_be_of_another_version(tmp_path):
+    torch.save({"model": {"w": torch.zeros(1)}, "meter": Renamed()}, tmp_path / "a.pth")
+    with pytest.raises(CheckpointError) as refusal:
+        read_checkpoint(tmp_path / "a.pth")
+    name = f"{Renamed.__module__}.Renamed"
+    assert f"it holds {name}, which may be of another version of the code that has written it; files" in str(
+        refusal.value
+    )
+    assert "whose reading could run code are refused: save the tensors of a state_dict alone" in str(refusal.value)
+
+
+def test_the_folder_of_a_run_stands_for_its_newest_checkpoint(tmp_path):
+    older = save(tmp_path, 1)
+    save(tmp_path, "best")  # never the newest, since it has no step
+    newest = save(tmp_path, 2)
+    (tmp_path / "model.safetensors").touch()
+    assert find_checkpoint_file(tmp_path) == newest
+    assert find_checkpoint_file(str(newest)) == newest
+    damage_flip(newest)
+    assert find_checkpoint_file(tmp_path) == older
+    damage_flip(older)
+    with pytest.raises(ValueError, match="holds no intact checkpoint: checkpoint-2.pth: its SHA-256"):
+        find_checkpoint_file(tmp_path)
+
+
+def test_a_folder_without_a_run_may_hold_exported_weights(tmp_path):
+    with pytest.raises(ValueError, match="holds no intact checkpoint"):
+        find_checkpoint_file(tmp_path)
+    (tmp_path / "model.safetensors").touch()  # of scripts/export.py
+    assert find_checkpoint_file(tmp_path) == tmp_path / "model.safetensors"
+
+
+def test_load_strict_reports_every_kind_at_once():
+    model = torch.nn.Linear(2, 3)
+    weights = {"weight": torch.zeros(4, 2), "scale": torch.zeros(1)}
+    with pytest.raises(ValueError, match=r"missing: bias.*unexpected: scale.*weight is \[4, 2\]"):
+        strict.load_strict(model, weights, "weights")
+
+
+def test_load_strict_refuses_weights_that_are_not_finite():
+    weights = {"weight": torch.zeros(3, 2), "bias": torch.tensor([0.0, torch.nan, 1.0])}
+    with pytest.raises(FloatingPointError, match="weights are not finite: bias$"):
+        strict.load_strict(torch.nn.Linear(2, 3), weights, "weights")
+
+
+def test_position_tables_of_zeros_are_refused_unless_positions_are_biases():
+    """A sine-cosine table has zeros for the class token, and so has an untrained table after one step."""
+    weights = {"backbone.pos_embed": torch.zeros(1, 5, 4)}
+    with pytest.raises(CheckpointError, match="all values of backbone.pos_embed"):
+        strict.check_values(weights, "the weights")
+    bias_table = torch.zeros(9, 2)
+    strict.check_values({**weights, "blocks.0.attn.relative_position_bias_table": bias_table}, "the weights")
+    weights["backbone.pos_embed"][0, 1, 0] = 1e-3
+    strict.check_values(weights, "the weights")
+
+
+def test_files_of_other_projects_say_nothing(tmp_path):
+    torch.save({"model": {"w": torch.zeros(1)}, "meta": "{}"}, tmp_path / "other.pth")
+    assert read_checkpoint(tmp_path / "other.pth").info == CheckpointInfo()
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        CheckpointInfo(),
+        info_of_run(),
+        info_of_run(val={"top1": 50.0}),
+    ],
+)
+def test_what_a_checkpoint_says_survives_json(tmp_path, info):
+    path = save_checkpoint(tmp_path, 1, {"model": {"w": torch.zeros(1)}}, info.to_json())
+    assert read_checkpoint(path).info == read_sidecar(path) == info
+
+
+@pytest.mark.parametrize("flag", ["step", "data", "settings", "origin"])
+def test_a_flag_that_names_a_file_cannot_overwrite_what_a_checkpoint_says(flag):
+    """A framework chooses the names of its flags."""
+    found = info_of_run(files={flag: "fingerprint"}).to_json()
+    assert found == info_of_run().to_json() | {"files": {flag: "fingerprint"}}

@@ -1,0 +1,204 @@
+"""Which checkpoint a run resumes from if the record of one is missing."""
+
+import errno
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+from tests.locks import held_by_another_process
+from tests.runs import info_of_run
+from tests.two_processes import run_in_two_processes
+from util import collectives
+from util.run.files import checkpoint, lock, search
+from util.run.files.checkpoint import prune_checkpoints, read_checkpoint, save_checkpoint
+from util.run.files.lock import FolderInUse, FolderLock
+from util.run.files.record import CheckpointError
+from util.run.start import folder as folder_module
+from util.run.start.folder import find_checkpoint
+
+
+def save(folder, step, value=0.0):
+    """A checkpoint with all that a run saves."""
+    folder.mkdir(exist_ok=True)
+    state = {"model": {"w": torch.full((9,), value)}, "optimizer": {}}
+    return save_checkpoint(folder, step, state, info_of_run(step).to_json())
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def record_of(path):
+    return json.loads(path.with_suffix(".json").read_text())
+
+
+def test_a_checkpoint_that_was_copied_without_its_record_is_used(tmp_path):
+    """The record is that of a normal save, but for the mark that keeps the file."""
+    saved = save(tmp_path / "first", 7)
+    out = tmp_path / "out"
+    out.mkdir()
+    shutil.copy(saved, out)
+    path, (remark,) = find_checkpoint(out, "auto")
+    assert path == out / saved.name
+    assert "checkpoint-7.pth had no .json; it can be read" in remark
+    assert record_of(saved)["keep"] is False
+    assert record_of(path) == record_of(saved) | {"keep": True}
+    assert find_checkpoint(out, "auto") == (path, [])
+
+
+def test_a_checkpoint_that_was_copied_without_its_record_is_never_deleted(tmp_path):
+    save(tmp_path, 7, 3.5).with_suffix(".json").unlink()
+    path, _ = find_checkpoint(tmp_path, "auto")
+    for step in (8, 9, 10):
+        save(tmp_path, step)
+        prune_checkpoints(tmp_path, [step - 1, step])
+    assert read_checkpoint(path).weights["w"][0] == 3.5
+    assert "checkpoint-8.pth" not in names(tmp_path)
+
+
+def test_two_kills_while_the_first_checkpoints_are_hashed_lose_nothing(tmp_path):
+    for step in (3, 6):
+        save(tmp_path, step).with_suffix(".json").unlink()
+    assert find_checkpoint(tmp_path, "auto")[0] == tmp_path / "checkpoint-6.pth"
+    assert names(tmp_path) == ["checkpoint-3.json", "checkpoint-3.pth", "checkpoint-6.json", "checkpoint-6.pth"]
+
+
+def cut_off(path):
+    path.write_bytes(path.read_bytes()[:-50])
+
+
+def of_another_step(path):
+    shutil.copy(save(path.parent / "other", 8), path)
+
+
+def of_another_project(path):
+    torch.save({"model": {"w": torch.zeros(1)}, "optimizer": {}, "epoch": 7}, path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (cut_off, "cannot be read as a checkpoint of tensors"),
+        (of_another_step, "does not hold step 7 of a run"),
+        (of_another_project, "does not hold step 7 of a run"),
+    ],
+)
+def test_what_cannot_be_used_without_a_record_is_named_and_stays(tmp_path, spoil, reason):
+    out = tmp_path / "out"
+    path = save(out, 7)
+    spoil(path)
+    path.with_suffix(".json").unlink()
+    before = path.read_bytes()
+    found, remarks = find_checkpoint(out, "auto")
+    assert found is None
+    assert reason in remarks[0]
+    assert "its .json is missing" in remarks[1]
+    assert remarks[-1] == "warning: the run starts from step 0"
+    start = save(tmp_path / "start", 2)
+    found, remarks = find_checkpoint(out, str(start))
+    assert found == start
+    assert "warning: the run starts from step 0" not in remarks
+    older = save(out, 5)
+    assert find_checkpoint(out, "auto")[0] == older
+    assert path.read_bytes() == before
+    assert not path.with_suffix(".json").exists()
+
+
+def test_a_finished_checkpoint_that_is_damaged_never_leads_to_a_start_from_scratch(tmp_path):
+    cut_off(save(tmp_path, 3))
+    torch.save({}, tmp_path / "checkpoint-6.pth")
+    with pytest.raises(CheckpointError, match="is intact .*checkpoint-6.pth: its .json is missing.*remove them"):
+        find_checkpoint(tmp_path, "auto")
+
+
+@pytest.mark.parametrize(
+    ("rank", "is_named", "num_hashes"),
+    [
+        (0, False, 1),
+        (1, False, 2),
+        (0, True, 1),
+    ],
+)
+def test_rank_0_hashes_a_checkpoint_once(tmp_path, monkeypatch, rank, is_named, num_hashes):
+    """As it chooses the file. Other ranks hash it as they read it."""
+    saved = save(tmp_path / "first", 7)
+    out = saved.parent
+    if is_named:
+        out = tmp_path / "out"
+        out.mkdir()
+    sha256 = search.sha256
+    hashed = []
+
+    def note(path):
+        hashed.append(path)
+        return sha256(path)
+
+    monkeypatch.setattr(search, "sha256", note)
+    path, _ = find_checkpoint(out, str(saved))
+    checkpoint.read_checkpoint(path, is_verified=rank == 0)
+    assert hashed == [saved] * num_hashes
+
+
+def test_a_folder_that_cannot_be_written_to_is_the_users_error(tmp_path, monkeypatch):
+    monkeypatch.replace_in(folder_module, "tempfile.TemporaryFile", fails_with(errno.EROFS))
+    with pytest.raises(ValueError, match="cannot be written to .*choose another folder"):
+        lock.writable_folder(tmp_path)
+
+
+def test_a_storage_that_fails_may_work_later(tmp_path, monkeypatch):
+    monkeypatch.replace_in(folder_module, "tempfile.TemporaryFile", fails_with(errno.ESTALE))
+    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+        lock.writable_folder(tmp_path)
+
+
+def fails_with(number):
+    def fail(**_):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def _outcomes_of_failures_on_rank_1(rank):
+    """The error of each rank after another kind of error on rank 1."""
+    outcomes = []
+    for error in (OSError(errno.ESTALE, "stale"), PermissionError(errno.EACCES, "denied"), ValueError("wrong")):
+
+        def work(error=error):
+            if rank == 1:
+                raise error
+
+        try:
+            collectives.run_everywhere(work)
+        except (ValueError, OSError) as raised:
+            outcomes.append(type(raised))
+    return outcomes
+
+
+def test_a_storage_that_fails_on_one_rank_is_no_error_of_the_user_on_another():
+    assert run_in_two_processes(_outcomes_of_failures_on_rank_1)[0] == [OSError, ValueError, ValueError]
+
+
+@pytest.mark.fault(
+    "F71", "the process of a lost node still has the folder", "said; waited for until its watchdog ends it"
+)
+def test_a_folder_that_another_host_has_is_waited_for(tmp_path, monkeypatch, capsys):
+    naps = []
+
+    def nap(seconds):
+        naps.append(seconds)
+        if len(naps) == 3:
+            monkeypatch.setattr(lock, "LOCK_WAIT", -1)
+            raise InterruptedError
+
+    monkeypatch.replace_in(folder_module, "time.sleep", nap)
+    with held_by_another_process(tmp_path / "out"):
+        (tmp_path / "out" / ".lock").write_text("process 7 on another-node\n")
+        with pytest.raises(InterruptedError):
+            FolderLock(tmp_path / "out")
+        message = f"{tmp_path / 'out' / '.lock'} is held by process 7 on another-node: waiting for it, 660 s at most\n"
+        assert capsys.readouterr().err == message
+        with pytest.raises(FolderInUse, match="in use by process 7 on another-node"):
+            FolderLock(tmp_path / "out")

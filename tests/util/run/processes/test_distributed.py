@@ -1,0 +1,221 @@
+import contextlib
+import socket
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.until import wait_until
+from util import collectives
+from util.data import loader
+from util.run.processes import distributed, supervise
+from util.run.processes.distributed import Process, slurm_environment
+
+JOB = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "9",
+    "SLURM_PROCID": "6",
+    "SLURM_LOCALID": "2",
+    "SLURM_NODEID": "1",
+}
+JOB |= {"SLURM_JOB_ID": "1234567", "SLURM_JOB_NODELIST": "gpu[07-09]", "SLURM_STEP_TASKS_PER_NODE": "4(x2),1"}
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """A fake `scontrol`, first on PATH."""
+    script = tmp_path / "scontrol"
+    script.write_text(
+        '#!/bin/sh\n[ "$1 $2 $3" = "show hostnames gpu[07-09]" ] || exit 1\nprintf "gpu07\\ngpu08\\ngpu09\\n"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+
+def test_a_task_of_srun_finds_the_others(scontrol):
+    assert slurm_environment(JOB) == {
+        "RANK": "6",
+        "WORLD_SIZE": "9",
+        "LOCAL_RANK": "2",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "gpu07",
+        "MASTER_PORT": str(20_000 + 16 * 1234567 % 20_000),
+    }
+    assert slurm_environment(JOB | {"SLURM_NODEID": "2", "SLURM_LOCALID": "0"})["LOCAL_WORLD_SIZE"] == "1"
+
+
+def test_two_steps_of_a_job_use_two_ports_and_the_user_s_own_is_kept(scontrol):
+    first, second = (slurm_environment(JOB | {"SLURM_STEP_ID": step})["MASTER_PORT"] for step in "01")
+    assert first != second
+    assert slurm_environment(JOB | {"SLURM_RESTART_COUNT": "1"})["MASTER_PORT"] not in (first, second)
+    assert slurm_environment(JOB | {"MASTER_PORT": "29500"})["MASTER_PORT"] == "29500"
+
+
+def test_processes_that_srun_did_not_start_together_have_no_slurm_environment(scontrol):
+    batch_script = {name: value for name, value in JOB.items() if name != "SLURM_STEP_ID"}
+    assert slurm_environment(batch_script) == {} == slurm_environment({})
+    assert slurm_environment(JOB | {"RANK": "0"}) == {}  # torchrun was started once per node
+    assert slurm_environment(JOB | {"SLURM_NTASKS": "1"}) == {}  # srun of one task
+
+
+def test_the_shell_of_salloc_is_one_process():
+    """It is a step of one task, to which `srun --preserve-env` gives the number of tasks of the job."""
+    shell = {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    shell |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    assert slurm_environment(JOB | shell) == {}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"SLURM_JOB_NODELIST": "cpu[1-2]"},
+        {"SLURM_STEP_TASKS_PER_NODE": "4"},
+        {"SLURM_STEP_TASKS_PER_NODE": "?"},
+    ],
+)
+def test_an_incomplete_environment_is_an_error(scontrol, changes):
+    with pytest.raises(
+        ValueError, match="one of 9 tasks of srun, but SLURM's variables do not say where the others are"
+    ):
+        slurm_environment(JOB | changes)
+    lacking = {name: value for name, value in JOB.items() if name not in ("SLURM_LOCALID", *changes)}
+    with pytest.raises(ValueError, match="start with submitit_launch.py or torchrun"):
+        slurm_environment(lacking | changes)
+
+
+def test_init_process_reads_the_environment_of_slurm(scontrol, monkeypatch):
+    for name, value in (JOB | {"SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "?"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="one of 2 tasks of srun"):
+        distributed.init_process("cpu")
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "environment", "chosen"),
+    [
+        (8, {}, 2),
+        (8, JOB, 2),
+        (1, JOB, 0),  # --gpus-per-task or --gpu-bind: each task sees its own GPU alone
+        (1, JOB | {"RANK": "6"}, 0),  # likewise if the user's own launcher has exported the ranks
+        (1, JOB | TORCHRUN, "LOCAL_RANK is 2, but this process sees 1 GPU: lower --nproc_per_node"),
+        (1, TORCHRUN, "LOCAL_RANK is 2, but this process sees 1 GPU: lower --nproc_per_node"),
+        (2, JOB, "LOCAL_RANK is 2, but this process sees 2 GPUs: start one task per GPU"),
+    ],
+)
+def test_a_process_uses_its_own_gpu(monkeypatch, num_gpus, environment, chosen):
+    cuda = SimpleNamespace(device_count=lambda: num_gpus)
+    monkeypatch.setattr(distributed, "torch", SimpleNamespace(cuda=cuda))
+    if isinstance(chosen, int):
+        assert distributed.gpu_index(2, environment) == chosen
+    else:
+        with pytest.raises(ValueError, match=chosen):
+            distributed.gpu_index(2, environment)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "bound"),
+    [
+        ("cuda:2", "nccl", "cuda:2"),
+        ("cpu", "gloo", None),
+    ],
+)
+def test_nccl_connects_at_once_on_the_gpu_of_the_process(monkeypatch, device, backend, bound):
+    calls = []
+    stand_in = SimpleNamespace(
+        rendezvous=lambda *_, **__: iter([(dist.HashStore(),)]),
+        PrefixStore=lambda prefix, store: store,
+        init_process_group=lambda name, device_id, **_: calls.append((name, device_id and str(device_id))),
+        all_reduce=lambda tensor: None,
+        DistNetworkError=OSError,
+    )
+    monkeypatch.setattr(distributed, "dist", stand_in)
+    monkeypatch.replace_in(distributed, "torch.zeros", lambda *_, **__: None)
+    distributed.join_group(Process(torch.device(device)), 30, False)
+    assert calls == [(backend, bound)]
+
+
+@pytest.mark.fault("F70", "one node of several has no GPU", "exit code 75, with its name")
+def test_processes_with_other_devices_are_named():
+    store = dist.HashStore()
+    distributed.refuse_other_devices(Process(torch.device("cuda", 0), 0, 3), store)
+    distributed.refuse_other_devices(Process(torch.device("cuda", 1), 1, 3), store)
+    here = socket.gethostname()
+    with pytest.raises(OSError, match=f"process 0 uses cuda on {here}, process 2 uses cpu on {here}: a GPU or its"):
+        distributed.refuse_other_devices(Process(torch.device("cpu"), 2, 3), store)
+
+
+def test_a_job_whose_gpus_are_not_there_may_start_again(monkeypatch):
+    monkeypatch.replace_in(distributed, "torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("SLURM_JOB_GPUS", "0,1")
+    with pytest.raises(OSError, match=r"SLURM gave this job GPUs \(0,1\), but torch sees none"):
+        distributed.init_process("auto")
+    assert distributed.init_process("cpu").device.type == "cpu"
+
+
+def take_a_port_of_slurm(listener, job):
+    """Gives the job a number whose port is free, and listens there. Returns the job's environment."""
+    for number in range(1, 1000):
+        job["SLURM_JOB_ID"] = str(number)
+        environment = slurm_environment(job)
+        with contextlib.suppress(OSError):  # another program's
+            listener.bind(("0.0.0.0", int(environment["MASTER_PORT"])))
+            listener.listen()
+            return environment
+    raise AssertionError("no port is free")
+
+
+@pytest.mark.fault("F53", "the port of a job is taken", "exit code 75; the requeued job tries another port")
+def test_a_port_in_use_is_a_reason_to_start_again_unless_the_user_chose_it(scontrol, monkeypatch):
+    job = JOB | {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+    with socket.socket() as taken:
+        exported = take_a_port_of_slurm(taken, job)
+        for name, value in job.items():
+            monkeypatch.setenv(name, value)
+        for name in exported:  # `init_process` exports these
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        with pytest.raises(
+            OSError, match="process 0 cannot reach the store of all processes: .*address already in use"
+        ):
+            distributed.init_process("cpu")
+        for name in exported.keys() - {"MASTER_PORT"}:
+            monkeypatch.delenv(name)
+        with pytest.raises(ValueError, match="MASTER_PORT cannot be used, unset it or choose another"):
+            distributed.init_process("cpu")
+
+
+def test_a_start_without_the_others_is_named_and_then_ended(monkeypatch, capfd):
+    codes = []
+    monkeypatch.setattr(supervise, "os", SimpleNamespace(_exit=codes.append))
+    monkeypatch.setattr(distributed, "NOTICE", 0)
+    monkeypatch.setattr(distributed, "join_group", lambda *_: wait_until(lambda: codes))
+    for name, value in zip(distributed.REQUIRED, ("0", "2", "0", "gpu07", "29500"), strict=True):
+        monkeypatch.setenv(name, value)
+    distributed.init_process("cpu", join_timeout=0.5)
+    error = capfd.readouterr().err
+    assert "process 0 is waiting for all 2 processes at gpu07:29500; for a single process, unset RANK" in error
+    assert "made no progress for 0.5 s: it is waiting for all 2 processes at gpu07:29500; exit code 75" in error
+    assert set(codes) == {75}
+
+
+def test_threads_settle_before_workers_are_forked(photos, monkeypatch):
+    """Else a worker can hang at its start, until Python 3.12."""
+    events = []
+    monkeypatch.setattr(collectives, "settle_threads", lambda: events.append("settled"))
+    monkeypatch.replace_in(loader, "torch.utils.data.DataLoader", lambda *_, **__: note_start(events))
+    for num_workers in (2, 0):
+        next(loader.Loader(range(4), [[0]], list, num_workers=num_workers, for_gpu=False))
+    assert events == ["settled", "started", "started"]
+
+
+def note_start(events):
+    class Source:
+        def __iter__(self):
+            events.append("started")
+            return iter([1])
+
+    return Source()

@@ -1,0 +1,313 @@
+"""Signals that stop a run, and the watchdog that ends a process that hangs."""
+
+import faulthandler
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.patches import StandIn
+from tests.two_processes import run_in_two_processes
+from tests.until import wait_until
+from util.collectives import all_reduce_sum
+from util.run.processes import supervise
+from util.run.processes.supervise import SIGNALS, StopSignal, Watchdog
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_asks_to_stop_and_the_end_restores_the_handlers(number):
+    before = {n: signal.getsignal(n) for n in SIGNALS}
+    with StopSignal(torch.device("cpu")) as stop:
+        assert not stop.agreed(stop.flag())
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # SLURM's second one
+        assert stop.agreed(stop.flag())
+        assert stop.name == signal.Signals(number).name
+    assert {n: signal.getsignal(n) for n in SIGNALS} == before
+
+
+def test_a_finished_run_is_neither_killed_nor_requeued_by_a_batch_system():
+    """submitit's handler of USR2 requeues the job; the default action of USR1 kills the process."""
+    requeued = []
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    signal.signal(signal.SIGUSR2, lambda number, frame: requeued.append(number))
+    try:
+        with StopSignal(torch.device("cpu")) as stop:
+            stop.finish()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert not requeued
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_further_signals_change_nothing_and_the_first_is_told_at_once(capfd):
+    """Also while the process prints, so past Python's own buffers. Only Ctrl-C is answered each time."""
+    with StopSignal(torch.device("cpu")) as stop:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+            os.kill(os.getpid(), number)
+            assert stop.name == "SIGTERM"
+    told = capfd.readouterr().err
+    assert told.count("SIGTERM: stopping after this step or batch") == 2
+    assert told.count("\n") == 2
+
+
+PROGRAM = """
+import multiprocessing
+import time
+from util.data.loader import Loader
+
+def child(file):
+    time.sleep(1)
+    open(file, "w").close()
+
+if __name__ == "__main__":
+    multiprocessing.get_context("fork").Process(target=child, args=({file!r},)).start()
+    batches = Loader(range(1000), [[i] for i in range(1000)], list, num_workers=2, for_gpu=False)
+    print(next(batches), flush=True)
+    raise SystemExit(2)
+"""
+
+
+def test_an_error_while_workers_load_ends_the_program_and_no_other_child(tmp_path):
+    """The loader still exists at exit, so its workers are left to multiprocessing, whose TERM they ignore."""
+    program = PROGRAM.format(file=str(tmp_path / "lived"))
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "[0]\n", "")
+    assert (tmp_path / "lived").exists()  # the user's own child process was not killed
+
+
+HUP = """
+import os
+import signal
+import torch
+from util.run.processes.supervise import StopSignal
+
+with StopSignal(torch.device("cpu")) as stop:
+    os.kill(os.getpid(), signal.SIGHUP)
+    print(stop.agreed(stop.flag()), stop.name)
+"""
+
+
+@pytest.mark.parametrize(("prefix", "said"), [([], "True SIGHUP\n"), (["nohup"], "False None\n")])
+def test_a_closed_terminal_stops_a_run_unless_nohup_says_otherwise(prefix, said):
+    command = [*prefix, sys.executable, "-c", HUP]
+    options = dict(
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        stdin=subprocess.DEVNULL,
+    )
+    ended = subprocess.run(command, **options)
+    assert ended.stdout == said, ended.stderr
+
+
+def _stops(rank):
+    with StopSignal(torch.device("cpu")) as stop:
+        for step in range(50):
+            if rank == 1 and step == 7:
+                os.kill(os.getpid(), signal.SIGUSR2)
+            if stop.agreed(all_reduce_sum(stop.flag())):
+                break
+        stop.settle()
+    dist.barrier()
+    return {"steps": step + 1, "name": stop.name}
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step():
+    first, second = run_in_two_processes(_stops)
+    assert first == {"steps": 9, "name": None}  # received in the eighth step, known to all ranks one step later
+    assert second == {"steps": 9, "name": "SIGUSR2"}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_host_waits_for_the_flags_of_the_step_before(tmp_path):
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    with StopSignal(torch.device("cuda", 0)) as stop:
+        assert not stop.agreed(all_reduce_sum(stop.flag()))
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert not stop.agreed(all_reduce_sum(stop.flag()))
+        assert stop.agreed(all_reduce_sum(stop.flag()))  # a step later
+        stop.settle()
+    dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------------------------------- watchdog
+
+
+@pytest.fixture
+def codes(monkeypatch):
+    """The exit codes with which the watchdog would have ended this process."""
+    codes = []
+    monkeypatch.setattr(supervise, "os", SimpleNamespace(_exit=codes.append))
+    # It would really end the process if the watchdog's thread did not run for a second.
+    monkeypatch.replace_in(supervise, "faulthandler.dump_traceback_later", lambda *_, **__: None)
+    return codes
+
+
+def test_the_watchdog_ends_a_process_without_progress(codes, capfd):
+    with Watchdog(timeout=0.1, first=0.2, rank=3) as watchdog:
+        watchdog.heartbeat(2, supervise.BETWEEN)
+        wait_until(lambda: codes)
+    assert set(codes) == {75}
+    error = capfd.readouterr().err
+    assert "made no progress for 0.2 s: it is between two steps, step 3" in error
+    assert "process 3 on " in error
+    assert "test_the_watchdog_ends_a_process_without_progress" in error  # the stack
+
+
+def test_the_last_collectives_of_nccl_are_written_for_torchfrtrace(codes, monkeypatch, tmp_path):
+    """Of this process, which has made none."""
+    if not hasattr(torch._C._distributed_c10d, "_dump_nccl_trace"):
+        pytest.skip("this torch is built without NCCL")
+    monkeypatch.setattr(supervise, "dist", SimpleNamespace(is_initialized=lambda: True, get_backend=lambda: "nccl"))
+    with Watchdog(timeout=0.1, first=0.2, rank=3, folder=tmp_path) as watchdog:
+        watchdog.heartbeat(2, supervise.BETWEEN)
+        wait_until(lambda: codes)
+    assert pickle.loads((tmp_path / "nccl-trace-3").read_bytes())["entries"] == []
+
+
+def test_a_disk_that_hangs_does_not_keep_the_watchdog_from_ending_the_process(codes, monkeypatch, tmp_path):
+    let_go = threading.Event()
+    monkeypatch.setattr(supervise, "dist", SimpleNamespace(is_initialized=lambda: True, get_backend=lambda: "nccl"))
+    monkeypatch.setattr(supervise, "dump_collectives", lambda path: let_go.wait())
+    monkeypatch.setattr(supervise, "DUMP_SECONDS", 0.1)
+    with Watchdog(timeout=0.1, first=0.2, folder=tmp_path) as watchdog:
+        watchdog.heartbeat(2, supervise.BETWEEN)
+        wait_until(lambda: codes)
+    let_go.set()
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_the_watchdog_waits_for_heartbeats_and_for_what_may_compile(codes, monkeypatch, has_begun):
+    looks = []
+
+    def look():
+        looks.append(time.monotonic())
+        return looks[-1]
+
+    monkeypatch.replace_in(supervise, "time.monotonic", look)
+    with Watchdog(timeout=1, first=3600) as watchdog:
+        if has_begun:
+            watchdog.heartbeat(0, supervise.FORWARD)
+        wait_until(lambda: len(looks) > 20)
+    assert not codes
+
+
+def test_what_may_compile_has_more_time():
+    watchdog = Watchdog(timeout=600, first=3600)
+    assert watchdog.limit == 3600
+    watchdog.end_first_steps()
+    assert watchdog.limit == 600
+    limits = []
+    for work in ("evaluation", "evaluation", "picture"):
+        with watchdog.first_time(work):
+            limits.append(watchdog.limit)
+        assert watchdog.limit == 600
+    assert limits == [3600, 600, 3600]
+
+
+@pytest.mark.parametrize(("rank", "limit"), [(0, 600), (1, 1800)])
+def test_a_process_that_waits_for_the_writer_has_half_an_hour(rank, limit):
+    """Rank 0 is heard while its write gets on, so a write that hangs is found as anything else."""
+    watchdog = Watchdog(timeout=600, first=600, rank=rank)
+    watchdog.heartbeat(7, supervise.FORWARD)
+    with watchdog.saving():
+        assert (watchdog.limit, watchdog.step, watchdog.activity) == (limit, 7, supervise.SAVING)
+    assert (watchdog.limit, watchdog.activity) == (600, supervise.BETWEEN)
+    patient = Watchdog(timeout=7200, first=7200, rank=rank)
+    with patient.saving():
+        assert patient.limit == 7200
+
+
+@pytest.mark.parametrize(
+    ("backend", "margin"),
+    [
+        ("nccl", 120),
+        ("gloo", 2400),
+        (None, 2400),
+    ],
+)
+def test_native_code_that_holds_the_gil_has_little_time_where_a_gpu_may_hang(monkeypatch, backend, margin):
+    """A launch of compiled code holds it, while the queue of a GPU is full. Elsewhere a process may be suspended."""
+    group = SimpleNamespace(is_initialized=lambda: backend is not None, get_backend=lambda: backend)
+    monkeypatch.setattr(supervise, "dist", group)
+    assert Watchdog(timeout=600, first=600)._native_margin() == margin
+
+
+def test_the_set_up_of_several_processes_has_half_an_hour_for_each_phase(monkeypatch):
+    watchdog = Watchdog(timeout=600, first=3600)
+    watchdog.begin_phase("images")
+    assert watchdog.since is None  # a single process is not watched
+    monkeypatch.setattr(supervise, "dist", SimpleNamespace(is_initialized=lambda: True))
+    watchdog.begin_phase("images")
+    assert (watchdog.limit, watchdog.activity) == (1800, "setting up: images")
+    assert watchdog.since is not None
+    with watchdog.training():
+        assert (watchdog.limit, watchdog.since) == (3600, None)
+        watchdog.heartbeat(0, supervise.FORWARD)
+    assert watchdog.since is None
+    patient = Watchdog(timeout=7200, first=7200)
+    patient.begin_phase("images")
+    assert patient.limit == 7200
+
+
+def _waits(rank, mark):
+    """Rank 1 joins the collective once the watchdog of rank 0 has said that rank 0 waits in it."""
+    mark = Path(mark)
+    if rank == 1:
+        wait_until(mark.exists)
+        dist.barrier()
+        return []
+    said = []
+
+    def note(text):
+        said.append(text)
+        if "waits for other processes" in text:
+            mark.touch()
+
+    supervise.print_error = note
+    supervise.os = SimpleNamespace(_exit=lambda code: None)
+    supervise.faulthandler = StandIn(faulthandler, dump_traceback_later=lambda *_, **__: None)
+    with Watchdog(timeout=0.1, first=0.1) as watchdog:
+        watchdog.heartbeat(None, "setting up: images")
+        dist.barrier()
+    return said[-1:]
+
+
+def test_a_process_in_a_collective_says_that_it_waits(tmp_path):
+    (said,), _ = run_in_two_processes(_waits, tmp_path / "mark")
+    assert "it is setting up: images, and waits for other processes; exit code 75" in said
+
+
+@pytest.mark.parametrize(
+    ("dist_timeout", "compiles", "expected"),
+    [
+        (600, True, 3600),
+        (600, False, 600),
+        (1e4, True, 1e4),
+    ],
+)
+def test_an_hour_is_enough_to_compile(dist_timeout, compiles, expected):
+    assert supervise.first_timeout(dist_timeout, compiles) == expected

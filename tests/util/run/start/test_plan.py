@@ -1,0 +1,221 @@
+"""What follows from the flags: the split of the total batch, and the number of workers."""
+
+import argparse
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import main_finetune
+import main_pretrain
+from tests.runs import pretrain
+from util import cores as cores_module
+from util.run.processes.distributed import Process
+from util.run.start import plan as plan_module
+from util.run.start import run
+from util.run.start.flags import MIN_COMPILED_STEPS
+from util.run.start.plan import Plan, decide_compilation, make_plan, num_workers, schedule_by_epochs
+
+
+def plan_of(flags, world_size):
+    args = main_pretrain.get_args_parser().parse_args(flags.split())
+    return make_plan(args, Process(torch.device("cpu"), world_size=world_size))
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "batch_size", "accum_iter"),
+    [
+        ("--total_batch_size 4096", 8, 64, 8),
+        ("--total_batch_size 4096", 1, 64, 64),
+        ("--total_batch_size 96", 3, 32, 1),
+        ("--total_batch_size 134", 1, 2, 67),
+        ("", 2, 64, 1),
+    ],
+)
+def test_the_batch_size_of_a_process_fits_the_total_by_itself(flags, world_size, batch_size, accum_iter):
+    plan = plan_of(flags, world_size)
+    assert (plan.batch_size, plan.accum_iter) == (batch_size, accum_iter)
+    assert plan.total_batch_size == batch_size * accum_iter * world_size
+
+
+@pytest.mark.parametrize(
+    ("command", "memory", "expected"),
+    [
+        ("--total_batch_size 4096", [150, 150, 150, 150], (512, 2)),
+        ("--total_batch_size 4096", [85, 16, 85, 85], (256, 4)),  # of the smallest GPU
+        ("--total_batch_size 4096", [6, 6, 6, 6], (64, 16)),
+        ("--total_batch_size 4096 --model mae_vit_huge_patch14 --throw_ratio 0", [80, 80, 80, 80], (256, 4)),
+        ("--total_batch_size 4096 --model mae_vit_huge_patch14", [24, 24, 24, 24], (64, 16)),
+        ("--total_batch_size 4096 --batch_size 128", [150, 150, 150, 150], (128, 8)),
+        ("--total_batch_size 4096 --input_size 448", [150, 150, 150, 150], (512, 2)),
+        ("--total_batch_size 4096 --input_size 448 --precision fp32", [80, 80, 80, 80], (128, 8)),
+        ("--total_batch_size 4096 --model greenmim_swin_base_patch4_window7", [150, 150, 150, 150], (64, 16)),
+        ("", [150, 150, 150, 150], (64, 1)),  # no total: the micro-batch decides the results
+    ],
+)
+def test_a_pretraining_on_gpus_takes_micro_batches_that_fill_them(monkeypatch, command, memory, expected):
+    _, args = main_pretrain.parse_args(command.split())
+    monkeypatch.setattr(plan_module, "least_memory", lambda process: min(memory) * 10**9)
+    monkeypatch.setattr(plan_module, "precision", lambda name, _: SimpleNamespace(name=name.replace("auto", "bf16")))
+    process = Process(torch.device("cpu"), world_size=4)
+    plan = make_plan(args, process, fitting_batch=main_pretrain.fitting_batch(args))
+    assert (plan.batch_size, plan.accum_iter) == expected
+
+
+LENGTH_OF_RECIPE = "40 epochs of 3 steps, 4 of warm-up (shortened from 40 of 800), peak"
+
+
+@pytest.mark.parametrize(
+    ("main", "command", "said"),
+    [
+        (main_pretrain, "--epochs 40 --recipe prmim50_vit_base_800ep", LENGTH_OF_RECIPE),
+        (main_pretrain, "--recipe prmim50_vit_base_800ep", "800 epochs of 3 steps, 40 of warm-up, peak"),
+        (main_finetune, "--epochs 5", "5 epochs of 3 steps, 0.5 of warm-up (shortened from 5 of 100), peak"),
+        (main_finetune, "--epochs 5 --warmup_epochs 4", "5 epochs of 3 steps, 4 of warm-up, peak"),
+        (main_finetune, "--recipe finetune_vit_large", "50 epochs of 3 steps, 5 of warm-up, peak"),
+        (
+            main_finetune,
+            "--epochs 45 --trainable_blocks 0",
+            "45 epochs of 3 steps, 5 of warm-up (shortened from 10 of 90)",
+        ),
+        (
+            main_finetune,
+            "--epochs 9 --recipe linprobe_vit_huge",
+            "9 epochs of 3 steps, 1.8 of warm-up (shortened from 10",
+        ),
+    ],
+)
+def test_the_summary_says_whether_the_warm_up_was_shortened(main, command, said):
+    parser, args = main.parse_args(command.split())
+    plan = make_plan(args, Process(torch.device("cpu")))
+    assert schedule_by_epochs(parser, args, plan, 3).summary.startswith(said)
+
+
+def test_gpus_of_two_precisions_are_refused(monkeypatch):
+    """--precision auto is fp16 on a V100 and bf16 on an A100: their gradients must not be added."""
+    monkeypatch.setattr(plan_module, "least_memory", lambda process: 0)
+    monkeypatch.setattr(plan_module.collectives, "gather_objects", lambda value: [value, {"--precision": "fp16"}])
+    _, args = main_pretrain.parse_args([])
+    with pytest.raises(
+        ValueError, match="same precision of the GPUs, but --precision is fp32 on rank 0 and fp16 on ra"
+    ):
+        make_plan(args, Process(torch.device("cpu"), world_size=2))
+
+
+@pytest.mark.parametrize(
+    ("programs", "environment", "headers", "missing"),
+    [
+        (["gcc"], {}, ["Python.h"], None),
+        ([], {"CC": "/opt/bin/cc"}, ["Python.h"], None),
+        ([], {}, ["Python.h"], "needs a C compiler (install gcc, or set CC) on a GPU"),
+        (["clang"], {}, [], "needs Python.h (install"),
+    ],
+)
+def test_what_compilation_on_a_gpu_needs(tmp_path, monkeypatch, programs, environment, headers, missing):
+    for header in headers:
+        (tmp_path / header).touch()
+    monkeypatch.replace_in(plan_module, "shutil.which", lambda name: name in programs or None)
+    monkeypatch.replace_in(plan_module, "os.environ", environment)
+    monkeypatch.replace_in(plan_module, "sysconfig.get_path", lambda *_: str(tmp_path))
+    gpu = Process(torch.device("cuda"))
+    args = main_pretrain.get_args_parser().parse_args(["--compile"])
+    monkeypatch.setattr(plan_module, "precision", lambda *_: SimpleNamespace(name="bf16"))
+    monkeypatch.setattr(plan_module, "gpu_memory", lambda device: 80 * 10**9)
+    if missing is None:
+        assert make_plan(args, gpu).device == "cuda"
+        return
+    with pytest.raises(ValueError, match=re.escape(missing)):
+        make_plan(args, gpu)
+
+
+@pytest.mark.parametrize(
+    ("flag", "stored", "steps", "device", "missing", "expected"),
+    [
+        (None, None, MIN_COMPILED_STEPS, "cuda", [], True),
+        (None, None, MIN_COMPILED_STEPS - 1, "cuda", [], False),
+        (None, None, 10**6, "cpu", [], False),
+        (None, None, 10**6, "cuda", ["a C compiler"], False),  # of another node, too
+        (None, False, 10**6, "cuda", [], False),  # the run has begun so
+        (None, True, 10, "cuda", [], True),
+        (None, True, 10**6, "cpu", [], False),
+        (True, False, 10, "cpu", [], True),
+        (False, True, 10**6, "cuda", [], False),
+    ],
+)
+def test_long_runs_on_gpus_compile_unless_a_flag_says_otherwise(
+    monkeypatch, flag, stored, steps, device, missing, expected
+):
+    monkeypatch.setattr(plan_module, "missing_for_compiler", list)
+    monkeypatch.setattr(plan_module.collectives, "gather_objects", lambda found: [found, missing])
+    plan = Plan(8, 1, 16, 1e-3, 0, device, "bf16", flag)
+    assert decide_compilation(plan, stored, steps) is expected
+
+
+def test_a_resumed_run_keeps_what_was_decided(photos, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "decide_compilation", lambda plan, stored, steps: bool(plan.compile))
+    pretrain(photos, tmp_path, "--max_steps", 1)
+    asked = []
+    monkeypatch.setattr(run, "decide_compilation", lambda plan, stored, steps: asked.append((stored, steps)) or False)
+    pretrain(photos, tmp_path)
+    assert asked == [(False, 6)]
+    assert "--compile was" not in capsys.readouterr().out
+
+
+@pytest.mark.fault("F5", "processes that cannot share the total batch", "refused, with the numbers")
+def test_a_total_that_the_processes_cannot_share_is_refused():
+    with pytest.raises(ValueError, match="a total batch of 4096 cannot be split over 3 processes"):
+        plan_of("--total_batch_size 4096", 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "message"),
+    [
+        ("--accum_iter 3", 1, "--accum_iter 3, .* --batch_size 16 on 1 process takes 4"),
+        ("--accum_iter 64", 2, "--accum_iter 64, .* --batch_size 1 on 2 processes takes 32"),
+        ("--batch_size 24", 1, "--batch_size 24 on 1 process: try --batch_size 16"),
+        ("--batch_size 8 --accum_iter 3", 2, "--batch_size 8 on 2 processes takes 4"),
+    ],
+)
+def test_a_split_that_is_refused_names_what_was_given(flags, world_size, message):
+    with pytest.raises(ValueError, match=f"{message}$"):
+        plan_of(f"--total_batch_size 64 {flags}", world_size)
+
+
+@pytest.mark.parametrize(
+    ("num_visible", "num_processes", "environment", "share"),
+    [
+        (64, 8, {}, 8),
+        (4, 8, {}, 1),
+        (10, 8, {"SLURM_CPUS_PER_TASK": "10"}, 10),  # each task is bound to its own cores
+        (6, 8, {"SLURM_CPUS_PER_TASK": "5"}, 5),  # to whole cores of two threads
+        (80, 8, {"SLURM_CPUS_PER_TASK": "10"}, 10),  # no binding: all tasks see all cores of the job
+        (64, 2, {"SLURM_CPUS_PER_TASK": "4"}, 32),  # or of the node
+        (64, 8, {"SLURM_CPUS_PER_TASK": "64", "TORCHELASTIC_RUN_ID": "none"}, 8),  # torchrun in one task
+        (64, 8, {"SLURM_CPUS_PER_TASK": "?"}, 8),
+        (64, 1, {}, 64),  # more than a trainer's workers
+    ],
+)
+def test_the_cores_of_a_process(monkeypatch, num_visible, num_processes, environment, share):
+    for name in ("SLURM_CPUS_PER_TASK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cores_module, "available_cores", lambda: num_visible)
+    assert cores_module.cores_per_process(num_processes) == share
+    process = argparse.Namespace(local_world_size=num_processes)
+    assert num_workers(argparse.Namespace(num_workers=None), process) == min(32, max(1, share - 1))
+
+
+@pytest.mark.parametrize(
+    ("limit", "cores"),
+    [("50000 100000\n", 1), ("250000 100000\n", 2), ("1600000 100000\n", 8), ("max 100000\n", 8), (None, 8)],
+)
+def test_a_container_may_allow_fewer_cores_than_the_machine_has(tmp_path, monkeypatch, limit, cores):
+    """limit: microseconds of a core in each period, as in cgroup's file. Half a core is one."""
+    files = {"/sys/fs/cgroup/cpu.max": tmp_path / "cpu.max"}
+    if limit is not None:
+        (tmp_path / "cpu.max").write_text(limit)
+    monkeypatch.setattr(cores_module, "Path", files.__getitem__)
+    monkeypatch.replace_in(cores_module, "os.sched_getaffinity", lambda pid: set(range(8)))
+    assert cores_module.available_cores() == cores

@@ -1,0 +1,238 @@
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import main_pretrain
+from tests.runs import info_of_run, pretrain
+from util.run.files.checkpoint import refuse_damage, save_checkpoint
+from util.run.files.record import CheckpointError, StartInfo
+from util.run.processes.distributed import Process
+from util.run.start.folder import Start
+from util.run.start.plan import Plan, changes_of_flags
+from util.run.start.resume import find_changes, find_notes, read_resumed, restore
+
+SETTINGS = {
+    "lr": 1.0,
+    "batch_size": 8,
+    "accum_iter": 1,
+    "compile": False,
+    "device": "cpu",
+    "data_path": "a",
+    "num_workers": 2,
+}
+CHANGES = {
+    "lr": "results",
+    "batch_size": "split",
+    "accum_iter": "split",
+    "compile": "rounding",
+    "device": "rounding",
+    "data_path": "nothing",
+    "num_workers": "nothing",
+}
+BEFORE = info_of_run(settings=SETTINGS)
+
+
+def other(settings=None, **changes):
+    return info_of_run(settings=SETTINGS | (settings or {}), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"settings": {"lr": 2.0}}, ["--lr was 1.0 and now is 2.0"]),
+        ({"settings": {"new_flag": 1}}, []),
+        ({"settings": {"batch_size": 4, "accum_iter": 2, "num_workers": 0, "data_path": "b", "compile": True}}, []),
+        ({"pixels": "uint16"}, ["the images had pixels of uint8 and now have uint16"]),
+    ],
+)
+def test_changes_of_results_are_found(changes, said):
+    found = find_changes(BEFORE, other(**changes), CHANGES)
+    for text, expected in zip(found, said, strict=True):
+        assert text.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ([], []),
+        (["target"], ["--target is unknown to the checkpoint and now is x"]),
+    ],
+)
+def test_a_flag_that_is_newer_than_the_checkpoint_is_a_change_if_it_is_chosen(chosen, said):
+    assert find_changes(BEFORE, other({"target": "x"}), CHANGES, chosen) == said
+    assert find_changes(BEFORE, other({"print_freq": 3}), {"print_freq": "nothing"}, ["print_freq"]) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"settings": {"num_workers": 5}}, []),
+        (
+            {"settings": {"batch_size": 4, "accum_iter": 2}},
+            ["split otherwise (accum_iter was 1 and now is 2, batch_size was 8 and now is 4)"],
+        ),
+        ({"world_size": 2}, ["(world_size was 1 and now is 2)"]),
+        ({"settings": {"compile": True}}, ["results agree to rounding"]),
+        ({"origin": StartInfo("files 2", "main_pretrain.py")}, ["files 1 then, files 2 now"]),
+    ],
+)
+def test_allowed_differences_give_notes(changes, said):
+    notes = find_notes(BEFORE, other(**changes), CHANGES)
+    for text, expected in zip(notes, said, strict=True):
+        assert expected in text
+
+
+@pytest.mark.fault("U101", "a recipe gains a flag, and its run is started again", "refused, with the flag's value")
+def test_a_recipe_that_gains_a_flag_does_not_change_a_run_silently(photos, tmp_path, capsys, monkeypatch):
+    recipe = {"throw_ratio": 0.25}
+    monkeypatch.setitem(main_pretrain.RECIPES, "mine", recipe)
+    command = (photos, tmp_path, "--recipe", "mine", "--max_steps")
+    pretrain(*command, 1)
+    make_parser = main_pretrain.get_args_parser
+
+    def make_parser_of_today():
+        parser = make_parser()
+        parser.add_argument("--target", default="pixels")
+        return parser
+
+    monkeypatch.setattr(main_pretrain, "get_args_parser", make_parser_of_today)
+    recipe["target"] = "hog"
+    assert "--target is unknown to the checkpoint and now is hog" in pretrain.refused(capsys, *command, 2)
+    recipe["target"] = "pixels"  # its default, which keeps the former behaviour
+    assert pretrain(*command, 2)["meta"]["settings"]["target"] == "pixels"
+
+
+def start(tmp_path, **parts):
+    """A start that resumes a checkpoint with the given JSON of a run."""
+    meta = info_of_run(**parts).to_json()
+    path = save_checkpoint(tmp_path, 1, {"model": {"w": torch.zeros(1)}, "optimizer": {}}, meta)
+    process = Process(torch.device("cpu"))
+    return Start("main_pretrain.py", process, tmp_path, path, StartInfo("files 1", ""), None)
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path):
+    found = start(tmp_path)
+    sidecar = found.resume_path.with_suffix(".json")
+    content = json.loads(sidecar.read_text())
+    del content["meta"]["origin"]
+    sidecar.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="checkpoint-1.pth' was written by another version .*'origin'"):
+        read_resumed(found, 8)
+
+
+def test_best_weights_are_no_run(tmp_path):
+    best = start(tmp_path)
+    sidecar = best.resume_path.with_suffix(".json")
+    content = json.loads(sidecar.read_text())
+    content["meta"]["val"] = {"top1": 50.0}
+    sidecar.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="holds weights but no run"):
+        read_resumed(best, 8)
+
+
+COMMON = {
+    "nothing": "recipe output_dir resume allow_changes data_path num_workers max_bad_fraction dist_timeout check_nodes "
+    "recompute recompute_pointwise reshard max_steps save_every save_minutes save_steps print_freq profile",
+    "rounding": "attention compile device shard",
+    "split": "accum_iter batch_size",
+}
+IMAGE_COLUMNS = "image_column label_column"
+DENSE = "eval eval_every finetune num_pictures epochs"
+OWN = {
+    "main_pretrain": ("", f"{IMAGE_COLUMNS} pretrained teacher picture_every knn_every knn_train", ""),
+    "main_pretrain --model greenmim_swin_base_patch4_window7": (
+        "",
+        f"{IMAGE_COLUMNS} pretrained teacher picture_every knn_every knn_train",
+        "batch_size",
+    ),
+    "main_finetune": ("", f"{IMAGE_COLUMNS} all_valid eval eval_every eval_split finetune predictions", ""),
+    "main_segmentation": ("downstream.segmentation.", f"{DENSE} allow_one_class class_names", "accum_iter"),
+    "main_detection": (
+        "downstream.detection.",
+        f"{DENSE} categories train_json train_images val_json val_images",
+        "batch_size",
+    ),
+}
+
+
+@pytest.mark.parametrize("command", OWN)
+def test_what_flags_change_is_frozen(command):
+    """All others change results. A wrong word lets a run resume with other results, or refuses to resume it.
+
+    OWN: folder of the program, flags that change nothing, and the flag of the split that changes results.
+    """
+    folder, free, fixed = OWN[command]
+    program, *flags = command.split()
+    parser, _ = importlib.import_module(folder + program).parse_args(flags)
+    expected = dict.fromkeys(free.split(), "nothing")
+    for change, names in COMMON.items():
+        expected |= dict.fromkeys(names.split(), change)
+    expected.pop(fixed, None)
+    if program == "main_pretrain":
+        expected["cuda_graph"] = "rounding"
+    found = {name: change for name, change in parser.changes.items() if change != "results"}
+    assert found == expected, (
+        "a new flag that does not change results: add it to COMMON, or to OWN if one program has it; "
+        "a flag that is renamed or removed: also to CHANGELOG.md"
+    )
+
+
+def test_nothing_said_means_results():
+    assert find_changes(BEFORE, other({"lr": 2.0}), {}) == ["--lr was 1.0 and now is 2.0"]
+
+
+def test_sharding_changes_results_where_it_also_rounds_norms():
+    parser = main_pretrain.get_args_parser()
+    plan = Plan(8, 1, 8, lr=1.0, num_workers=0, device="cuda", precision="fp16")
+    assert changes_of_flags(parser, plan)["shard"] == "rounding"
+    assert changes_of_flags(parser, replace(plan, precision="bf16"))["shard"] == "results"
+
+
+def test_paths_and_workers_may_differ_between_the_processes_of_a_start():
+    rules = main_pretrain.get_args_parser().rules
+    assert {name for name, rule in rules.items() if rule.per_process} == {"data_path", "num_workers", "teacher"}
+
+
+def mapped_files():
+    return Path("/proc/self/maps").read_text()
+
+
+def model_and_optimizer():
+    model = torch.nn.Linear(100, 30)
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def make_a_step(model, optimizer):
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux says which files are mapped")
+def test_a_mapped_checkpoint_gives_the_same_state_and_is_never_written_to(tmp_path):
+    model, optimizer = model_and_optimizer()
+    make_a_step(model, optimizer)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scaler": {"scale": 4.0},
+        "meter": {},
+    }
+    path = save_checkpoint(tmp_path, 1, state, info_of_run().to_json())
+    make_a_step(model, optimizer)
+    for mmap in (False, True):
+        ours, our_optimizer = model_and_optimizer()
+        training = restore(path, False, ours, our_optimizer, mmap)
+        assert training == {"scaler": {"scale": 4.0}, "meter": {}}
+        assert (str(path) in mapped_files()) == mmap
+        make_a_step(ours, our_optimizer)
+        assert_close(ours.state_dict(), model.state_dict(), rtol=0, atol=0)
+        assert_close(our_optimizer.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
+    refuse_damage(path)

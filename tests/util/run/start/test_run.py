@@ -1,0 +1,153 @@
+"""What a run prints at its end, what happens between its steps, and how long they may take."""
+
+import gc
+import os
+import signal
+from argparse import Namespace
+
+import pytest
+import torch
+
+import main_pretrain
+from monitor import Monitor
+from tests.runs import pretrain, reports
+from util.run.files import search
+from util.run.files.checkpoint import save_checkpoint
+from util.run.processes import shard
+from util.run.processes.distributed import Process
+from util.run.start import run as run_module
+from util.run.train import loop
+from util.run.train.loop import TrainLoop
+from util.run.train.training import Training
+
+GOES_ON = "; the same command without --max_steps goes on"
+
+
+@pytest.mark.parametrize(
+    ("step", "last_step", "progress"),
+    [
+        (60, 60, "for 60 steps on 24 images"),
+        (20, 20, f"for 20 steps of 60 on 24 images{GOES_ON}"),
+        (40, 20, f"for 40 steps of 60 on 24 images{GOES_ON}"),
+        (60, 20, "for 60 steps on 24 images"),  # a finished run, started again with --max_steps 20
+    ],
+)
+def test_the_progress_is_that_of_the_run_not_that_of_its_last_start(step, last_step, progress):
+    steps = Namespace(step=step, last_step=last_step)
+    training = Namespace(loop=steps, images=range(24), schedule=Namespace(num_steps=60))
+    assert Training.progress(training) == progress
+
+
+def closing_lines(folder, is_main):
+    return Training.closing_lines(Namespace(output_dir=folder, process=Namespace(is_main=is_main)))
+
+
+def test_the_newest_checkpoint_is_named_without_reading_it(tmp_path, monkeypatch):
+    for step in (9, 10):
+        save_checkpoint(tmp_path, step, {}, {})
+    (tmp_path / "checkpoint-11.pth").touch()  # without a record
+    monkeypatch.setattr(search, "sha256", lambda path: pytest.fail("a checkpoint was read"))
+    assert closing_lines(tmp_path, is_main=True)[0].endswith(f" {tmp_path / 'checkpoint-10.pth'}")
+    assert len(closing_lines(tmp_path, is_main=False)) == 1
+
+
+def test_a_run_without_checkpoints_names_none(tmp_path):
+    (line,) = closing_lines(tmp_path, is_main=True)
+    assert "TensorBoard" in line
+
+
+def test_work_between_steps_does_not_count_as_training_time(photos, tmp_path, monkeypatch):
+    """Each step takes a second of the loop's clock, each evaluation an hour. Here they come inside an epoch, too."""
+    now = [0.0]
+    begin_step = TrainLoop.begin_step
+
+    def step(training_loop, number):
+        begin_step(training_loop, number)
+        now[0] += 1
+
+    def perform(monitor):
+        now[0] += 3600
+
+    monkeypatch.replace_in(loop, "time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(TrainLoop, "begin_step", step)
+    monkeypatch.setattr(Monitor, "perform", perform)
+    monkeypatch.setattr(Monitor, "is_due", lambda monitor: True)
+    pretrain(photos, tmp_path, "--knn_every", 1, "--picture_every", 0, "--save_steps", 1)
+    assert [report["seconds_per_step"] for report in reports(tmp_path)] == [1] * 6
+
+
+def test_a_signal_in_the_last_step_leaves_what_is_due_to_the_next_start(photos, tmp_path, before_step):
+    """The run has not finished: its exit code says so, and the same command makes up for the kNN evaluation."""
+    command = pretrain.command(photos, tmp_path, "--knn_every", 1)
+
+    def evaluated_steps():
+        return [report["step"] for report in reports(tmp_path) if "rankme" in report]
+
+    before_step(5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert main_pretrain.main(command) is False
+    assert 6 not in evaluated_steps()
+    assert main_pretrain.main(command) is True
+    assert evaluated_steps()[-1] == 6
+
+
+def test_with_compile_the_first_steps_and_the_first_evaluation_may_take_an_hour(photos, tmp_path, monkeypatch):
+    begin_step = TrainLoop.begin_step
+    heartbeat = Training.heartbeat
+    limits = []  # whenever the work or its limit changes
+
+    def note(work, watchdog):
+        if limits[-1:] != [(work, watchdog.limit)]:
+            limits.append((work, watchdog.limit))
+
+    def step(training_loop, number):
+        note("step", training_loop.watchdog)
+        begin_step(training_loop, number)
+
+    def evaluate(training):
+        note("kNN", training.watchdog)
+        heartbeat(training)
+
+    monkeypatch.setattr(shard, "compile_parts", lambda model: None)
+    monkeypatch.setattr(TrainLoop, "begin_step", step)
+    monkeypatch.setattr(Training, "heartbeat", evaluate)
+    pretrain(photos, tmp_path, "--compile", "--knn_every", 1, "--picture_every", 0)
+    assert limits == [("kNN", 3600), ("step", 3600), ("kNN", 600), ("step", 600), ("kNN", 600)]
+
+
+def test_while_a_run_trains_cudnn_measures_its_kernels_and_garbage_collection_skips_the_set_up(
+    photos, tmp_path, before_step
+):
+    counts = []
+    before_step(1, lambda: counts.append(gc.get_freeze_count()))
+    pretrain(photos, tmp_path / "out")
+    assert counts[0] > 10_000
+    assert gc.get_freeze_count() < counts[0] / 10  # other programs in this process are not affected
+    assert torch.backends.cudnn.benchmark
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "hashes"),
+    [
+        (0, 0, False),
+        (1, 1, False),
+        (8, 0, True),
+        (9, 1, False),
+    ],
+)
+def test_one_process_of_each_node_hashes_the_checkpoint(monkeypatch, tmp_path, rank, local_rank, hashes, shard):
+    """Rank 0 has done so before. If the model is sharded, the processes of a node share the pages of the file."""
+    monkeypatch.setattr(run_module, "restore", lambda path, is_verified, *_, mmap: (is_verified, mmap))
+    for name in ("changes_of_flags", "find_changes", "find_notes"):
+        monkeypatch.setattr(run_module, name, lambda *_: [])
+    this = Namespace(
+        process=Process(torch.device("cpu"), rank, 16, 8, local_rank),
+        start=Namespace(resume_path=tmp_path),
+        args=Namespace(allow_changes=True, shard=shard),
+        chosen=set(),
+        parser=None,
+        plan=None,
+        first_step=0,
+        note=lambda *_: None,
+    )
+    assert run_module.Run._restore(this, None, None, None, None) == (not hashes, shard)

@@ -1,0 +1,488 @@
+"""When a run saves, and what its thread writes while training goes on."""
+
+import shlex
+import threading
+from argparse import Namespace
+from concurrent.futures import wait
+
+import pytest
+import torch
+
+from tests.runs import contents, info_of_run
+from tests.two_processes import run_in_two_processes
+from util.data.images import ImageError
+from util.data.loader import LoaderError
+from util.run.files import checkpoint
+from util.run.files.checkpoint import save_checkpoint
+from util.run.files.lock import FolderLock
+from util.run.files.search import list_finished, step_of
+from util.run.processes.shard import HostCopies
+from util.run.processes.supervise import Watchdog
+from util.run.start import space
+from util.run.start.space import check_space, checkpoint_bytes
+from util.run.train import saving
+from util.run.train.loop import Meter
+from util.run.train.saving import CheckpointSaver, FolderLost
+
+CPU = torch.device("cpu")
+FULL = OSError(28, "No space left on device")
+
+
+class Log:
+    def __init__(self):
+        self.lines = []
+
+    def info(self, line):
+        self.lines.append(line)
+
+
+def a_saver(folder, model=None, step=0, keep_every=1000, rank=0, world_size=1, lock=None, continues=False, **how_often):
+    """A saver of a run of 100 steps that has begun at step 0 and is at `step`."""
+    if model is None:
+        model = torch.nn.Linear(2, 2)
+    loop = Namespace(
+        step=0,
+        last_step=100,
+        num_micro=0,
+        watchdog=None,
+        meter=Meter(CPU),
+        device=CPU,
+        log=Log(),
+        optimizer=torch.optim.AdamW(model.parameters()),
+        precision=Namespace(scaler=torch.amp.GradScaler("cpu", enabled=False)),
+    )
+    loop.meter.add({"a": torch.ones(())}, torch.ones(()))
+    process = Namespace(is_main=rank == 0, world_size=world_size)
+    start = Namespace(output_dir=folder, lock=lock, process=process, continues_here=continues)
+    schedule = Namespace(keep_every=keep_every, num_steps=100, steps_per_epoch=10)
+    saver = CheckpointSaver(start, info_of_run(), model, loop, schedule, **how_often)
+    loop.step = step
+    return saver
+
+
+def steps_in(folder):
+    return [step_of(path) for path in list_finished(folder)]
+
+
+def fill_disk(monkeypatch):
+    def save_checkpoint(*_):
+        raise FULL
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", save_checkpoint)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Writes wait in the thread until `gate.set()`."""
+    gate = threading.Event()
+
+    def wait_and_save(*args):
+        assert threading.current_thread() is not threading.main_thread()
+        assert gate.wait(240)
+        return save_checkpoint(*args)
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", wait_and_save)
+    return gate
+
+
+def open_when_waited_for(saver, gate, monkeypatch):
+    """Opens the gate when the saver begins to wait for the write in flight."""
+    join = saver.join
+
+    def opened(**options):
+        gate.set()
+        join(**options)
+
+    monkeypatch.setattr(saver, "join", opened)
+
+
+def test_a_checkpoint_is_of_one_step(tmp_path, gate):
+    """The optimizer changes weights, moments and sums in place while they are written."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), torch.nn.BatchNorm2d(4))
+    saver = a_saver(tmp_path, model)
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
+    saver.loop.optimizer.step()
+    for step in (1, 2):  # the second copy overwrites the first
+        saver.loop.step = step
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        moments = saver.loop.optimizer.state_dict()["state"]
+        first_moments = {number: moment["exp_avg"].clone() for number, moment in moments.items()}
+        saver.save()
+        for value in model.state_dict().values():
+            value += 1
+        for moment in moments.values():
+            moment["exp_avg"] += 1
+        saver.loop.meter.since_report += 1
+        gate.set()
+        saver.finish()
+        gate.clear()
+        content = contents(tmp_path / f"checkpoint-{step}.pth")
+        torch.testing.assert_close(content["model"], weights, rtol=0, atol=0)
+        for number, first_moment in first_moments.items():
+            assert torch.equal(content["optimizer"]["state"][number]["exp_avg"], first_moment)
+        assert content["model"]["0.weight"].is_contiguous(memory_format=torch.channels_last)
+        assert content["meter"]["sums"].max() == step  # one more only after the copy
+
+
+@pytest.mark.gpu
+def test_a_copy_of_a_gpus_state_is_pinned_and_complete():
+    weights = torch.zeros(64, 3, 7, 7, device="cuda").to(memory_format=torch.channels_last)
+    copies = HostCopies(weights.device)
+    for value in (0, 1):
+        copy = copies.take({"a": [weights], "name": "x"}, keep=True)
+        weights += 1
+        assert copy["name"] == "x"
+        assert copy["a"][0].is_pinned()
+        assert copy["a"][0].stride() == weights.stride()
+        assert (copy["a"][0] == value).all()
+    assert len(copies.buffers) == 1
+
+
+def test_a_save_by_time_is_left_out_while_another_is_written(tmp_path, gate):
+    saver = a_saver(tmp_path, step=1, save_minutes=1)
+    saver.save()
+    saver.began -= 3600
+    saver.loop.step = 2
+    assert not saver.is_time()
+    gate.set()
+    saver.finish()
+    assert steps_in(tmp_path) == [1]
+
+
+def test_a_save_by_steps_waits_for_the_write_before_it(tmp_path, gate, monkeypatch):
+    saver = a_saver(tmp_path, step=1, save_steps=2)
+    saver.save()
+    saver.save()  # of the same step: nothing
+    saver.loop.step = 2
+    assert saver.is_due()
+    open_when_waited_for(saver, gate, monkeypatch)
+    saver.save()
+    saver.finish()
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_the_best_weights_wait_for_the_write_before_them(tmp_path, gate, monkeypatch):
+    saver = a_saver(tmp_path, step=1)
+    before = saver.model.weight.detach().clone()
+    saver.save()
+    with torch.no_grad():
+        saver.model.weight += 1
+    open_when_waited_for(saver, gate, monkeypatch)
+    saver.save_best(info_of_run())
+    saver.finish()
+    assert torch.equal(contents(tmp_path / "checkpoint-1.pth")["model"]["weight"], before)
+    assert torch.equal(contents(tmp_path / "checkpoint-best.pth")["model"]["weight"], before + 1)
+
+
+def test_saves_by_time(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.replace_in(saving, "time.monotonic", lambda: now[0])
+    saver = a_saver(tmp_path, save_minutes=5)
+    saved = []
+    for saver.loop.step in range(1, 21):
+        now[0] += 70
+        saver.save_best(info_of_run())  # does not count
+        saver.finish()
+        if saver.is_time():
+            saver.save()
+        saver.finish()
+        saved.append(steps_in(tmp_path)[-1:])
+    assert saved[3] == []
+    assert saved[4] == [5]
+    assert saved[19] == [20]
+
+
+def test_a_save_is_due_where_a_checkpoint_is_kept_and_at_the_end(tmp_path):
+    saver = a_saver(tmp_path, keep_every=30)
+    due = []
+    for saver.loop.step in range(1, 101):
+        if saver.is_due():
+            due.append(saver.loop.step)
+    assert due == [30, 60, 90, 100]
+
+
+def test_a_write_that_fails_is_a_warning_at_the_next_report(tmp_path, monkeypatch):
+    saver = a_saver(tmp_path, step=1, save_minutes=1)
+    saver.save(final=True)
+    saver.loop.step = 2
+    saver.save(final=True)
+    fill_disk(monkeypatch)
+    saver.loop.step = 3
+    saver.save()
+    wait([saver.writing.outcome])
+    saver.is_time()
+    (warning,) = saver.loop.log.lines
+    assert "checkpoint-3.pth could not be written" in warning
+    assert steps_in(tmp_path) == [1, 2]
+    monkeypatch.undo()
+    saver.save(final=True)
+    assert steps_in(tmp_path) == [2, 3]
+
+
+def fail_to_save(saver, monkeypatch, step):
+    """A save of `step` fails in the thread."""
+    fill_disk(monkeypatch)
+    saver.loop.step = step
+    saver.save()
+    wait([saver.writing.outcome])
+    monkeypatch.undo()
+
+
+def test_a_first_write_that_fails_is_repeated_at_the_next_report_and_ends_the_run(tmp_path, monkeypatch):
+    """Rank 0 learns of it at a report, where it must not raise alone: it asks all ranks to save, and all raise."""
+    saver = a_saver(tmp_path, save_minutes=60)
+    fail_to_save(saver, monkeypatch, 3)
+    assert saver.is_time()
+    fill_disk(monkeypatch)
+    saver.loop.step = 4
+    said = "^2 saves in a row have failed: checkpoint-4.pth could not be written .*, and no step of this run is saved$"
+    with pytest.raises(OSError, match=said):
+        saver.save()
+
+
+def test_a_first_write_that_fails_once_costs_nothing(tmp_path, monkeypatch):
+    saver = a_saver(tmp_path, save_minutes=60)
+    fail_to_save(saver, monkeypatch, 3)
+    assert saver.is_time()
+    saver.save()
+    assert steps_in(tmp_path) == [3]
+    assert not saver.is_time()
+
+
+def test_three_writes_in_a_row_that_fail_end_the_run(tmp_path, monkeypatch):
+    saver = a_saver(tmp_path, continues=True, save_minutes=60)
+    for step in (3, 4):
+        fail_to_save(saver, monkeypatch, step)
+        assert not saver.is_time()
+    saver.loop.step = 5
+    saver.save()  # a good one
+    for step in (6, 7):
+        fail_to_save(saver, monkeypatch, step)
+        assert not saver.is_time()
+    fill_disk(monkeypatch)
+    saver.loop.step = 8
+    said = "^3 saves in a row have failed: checkpoint-8.pth .*, and the steps after step 5 are not saved$"
+    with pytest.raises(OSError, match=said):
+        saver.save()
+
+
+def test_a_missing_permission_stays_one(tmp_path, monkeypatch):
+    """Its exit code and its advice differ."""
+
+    def save_checkpoint(*_):
+        raise PermissionError(13, "Permission denied", str(tmp_path / "checkpoint-3.pth"))
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", save_checkpoint)
+    saver = a_saver(tmp_path, step=3)
+    with pytest.raises(PermissionError, match="no step of this run is saved") as refusal:
+        saver.save(final=True)
+    assert refusal.value.filename == str(tmp_path / "checkpoint-3.pth")
+
+
+def test_a_write_that_hangs_is_waited_for_at_the_next_report(tmp_path, gate, monkeypatch):
+    """Then the watchdog, which hears nothing, ends the process."""
+    now = [0.0]
+    monkeypatch.replace_in(saving, "time.monotonic", lambda: now[0])
+    saver = a_saver(tmp_path, save_minutes=1)
+    saver.loop.watchdog = Watchdog(timeout=600, first=600)
+    saver.loop.step = 3
+    saver.save()
+    now[0] = 599.0
+    assert not saver.is_time()
+    now[0] = 601.0
+    assert saver.is_time()
+    gate.set()
+    saver.join()
+
+
+def test_the_watchdog_hears_a_slow_write_that_gets_on(tmp_path, monkeypatch):
+    heard = threading.Event()
+    saver = a_saver(tmp_path, step=3)
+    saver.loop.watchdog = Watchdog(timeout=600, first=600)
+    monkeypatch.setattr(saver.loop.watchdog, "heartbeat", lambda step, activity: heard.set())
+    monkeypatch.setattr(saving, "PULSE", 0.1)
+
+    def save_slowly(folder, step, state, meta, keep, on_write):
+        while not heard.is_set():
+            on_write()
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", save_slowly)
+    saver.begin_write(3, {})
+    saver.join()  # it would not come back
+
+
+def test_each_piece_of_a_checkpoint_that_is_written_is_told(tmp_path):
+    sizes = []
+    path = tmp_path / ".checkpoint-1.tmp"
+
+    def note():
+        sizes.append(path.stat().st_size)
+
+    with checkpoint.HashedFile(path, note) as file:
+        torch.save({"a": torch.zeros(2000), "b": torch.zeros(1000)}, file)
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) > 2
+
+
+@pytest.mark.parametrize(
+    ("continues", "free_mb", "outcome"),
+    [
+        (False, 1.9, "refused"),  # the second checkpoint is written beside the first
+        (False, 2.1, "warned"),
+        (False, 7.1, "fits"),  # these two, four that are kept for good, and the last
+        (True, 0.9, "refused"),
+        (True, 1.1, "warned"),
+        (True, 6.1, "fits"),
+    ],
+)
+def test_a_disk_without_space_for_the_checkpoints(tmp_path, monkeypatch, continues, free_mb, outcome):
+    usage = Namespace(free=free_mb * 1e6)
+    monkeypatch.replace_in(space, "shutil.disk_usage", lambda path: usage)
+    saver = a_saver(tmp_path, keep_every=25, continues=continues)
+    arguments = (saver.start, saver.schedule, 0, 1_000_000)
+    if outcome == "refused":
+        with pytest.raises(OSError, match=f"has {free_mb} MB free, but a checkpoint takes 1.0 MB"):
+            check_space(*arguments)
+        return
+    notes = check_space(*arguments)
+    assert len(notes) == (outcome == "warned")
+    assert all("the run will keep 5 more checkpoints of 1.0 MB" in note for note in notes)
+
+
+def test_the_size_of_a_checkpoint_is_that_of_its_file(tmp_path):
+    """Before the first step, when AdamW has no moments yet, and after it."""
+    saver = a_saver(tmp_path, torch.nn.Linear(300, 200))
+    expected = checkpoint_bytes(saver.model, saver.loop.optimizer)
+    saver.model(torch.ones(1, 300)).sum().backward()
+    saver.loop.optimizer.step()
+    saver.loop.step = 1
+    saver.save(final=True)
+    size = (tmp_path / "checkpoint-1.pth").stat().st_size
+    assert expected == pytest.approx(size, rel=0.02)
+    assert checkpoint_bytes(saver.model, saver.loop.optimizer) == pytest.approx(size, rel=0.02)
+
+
+def test_the_last_write_must_not_fail(tmp_path, monkeypatch):
+    saver = a_saver(tmp_path, step=1)
+    fill_disk(monkeypatch)
+    with pytest.raises(OSError, match="No space left"):
+        saver.save(final=True)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, FloatingPointError, KeyboardInterrupt])
+def test_the_write_in_flight_is_complete_before_the_process_leaves(tmp_path, gate, monkeypatch, error):
+    saver = a_saver(tmp_path, step=1)
+    with pytest.raises(error), saver:
+        saver.save()
+        open_when_waited_for(saver, gate, monkeypatch)
+        raise error
+    assert steps_in(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("error", [LoaderError("a worker was lost"), ImageError("a broken image")])
+@pytest.mark.parametrize(
+    ("num_micro", "world_size", "model", "saved"),
+    [
+        (0, 1, torch.nn.BatchNorm1d(2), [7]),
+        (1, 1, torch.nn.BatchNorm1d(2), []),  # inside a step: running statistics have changed
+        (1, 1, torch.nn.Linear(2, 2), [7]),
+        (0, 2, torch.nn.Linear(2, 2), []),  # the other rank does not know of it
+    ],
+)
+def test_whole_steps_are_saved_if_the_data_of_a_single_process_fails(
+    tmp_path, error, num_micro, world_size, model, saved
+):
+    saver = a_saver(tmp_path, model, step=7, world_size=world_size)
+    saver.loop.num_micro = num_micro
+    with pytest.raises(type(error)), saver:
+        raise error
+    assert steps_in(tmp_path) == saved
+
+
+def test_a_deleted_folder_ends_the_run_after_the_step_is_saved(tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    saver = a_saver(folder, step=7, lock=FolderLock(folder))
+    (folder / ".lock").unlink()
+    folder.rmdir()
+    with pytest.raises(FolderLost, match="step 7 is saved there"):
+        saver.save()
+    assert steps_in(folder) == [7]
+
+
+def _save_slowly(rank, folder, is_full, final):
+    """Returns whether the file was there when this rank's save came back, and what it raised. Rank 0 writes."""
+    other_is_back = threading.Event()
+
+    def save_checkpoint(*_):
+        other_is_back.wait(1)  # it never comes, if all ranks wait
+        if is_full:
+            raise FULL
+        (folder / "written").touch()
+
+    checkpoint.save_checkpoint = save_checkpoint
+    saver = a_saver(folder, step=7, rank=rank, world_size=2)
+    raised = None
+    try:
+        saver.save(final)
+        if not final:
+            saver.finish()
+    except OSError as error:
+        raised = str(error)
+    return {"is_written": (folder / "written").exists(), "raised": raised}
+
+
+@pytest.mark.parametrize(
+    ("is_full", "final"),
+    [
+        (False, True),
+        (True, True),
+        (False, False),
+    ],
+)
+def test_no_rank_goes_on_before_the_checkpoint_is_written(tmp_path, is_full, final):
+    """A rank that ends earlier makes torchrun or srun kill rank 0 in the middle of its write."""
+    said = "checkpoint-7.pth could not be written (No space left on device), and no step of this run is saved"
+    expected = {"is_written": not is_full, "raised": said if is_full else None}
+    assert run_in_two_processes(_save_slowly, tmp_path, is_full, final) == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("saves", "kept", "good"),
+    [  # saves: (step, steps before it in a row that were not finite)
+        ([(10, 0), (20, 0), (30, 0)], [20, 30], 20),
+        ([(10, 0), (20, 10)], [10], None),  # the weights are those of step 10, which no finite step has followed
+        ([(10, 0), (20, 0), (30, 9), (40, 19)], [20, 30], 20),  # ruined by step 21
+        ([(10, 0), (20, 0), (30, 10), (40, 20)], [10, 20], 10),  # ruined by step 20
+        ([(10, 0), (20, 0), (30, 10), (40, 3), (50, 0)], [40, 50], 40),  # it went on
+        ([(10, 0), (20, 0), (100, 80)], [10, 20, 100], 10),  # the end is always saved
+    ],
+)
+def test_no_save_among_lost_steps_costs_the_last_good_checkpoint(tmp_path, saves, kept, good):
+    saver = a_saver(tmp_path)
+    for saver.loop.step, bad_streak in saves:
+        saver.loop.meter.bad_streak.fill_(bad_streak)
+        saver.save()
+    saver.finish()
+    assert steps_in(tmp_path) == kept
+    advice = saver.advice(FloatingPointError())
+    if good is None:
+        assert "No checkpoint of this run" in advice
+    else:
+        assert f"--resume {shlex.quote(str(tmp_path / f'checkpoint-{good}.pth'))}" in advice
+
+
+def test_the_advice_after_an_io_error_does_not_lean_on_a_write_that_rank_0_may_still_be_making(tmp_path):
+    saver = a_saver(tmp_path, step=1)
+    before = saver.advice(OSError())
+    saver.save(final=True)
+    assert before == saver.advice(OSError()) == "; the same command goes on from the newest checkpoint, if there is one"
+    assert saver.advice(ValueError()) == ""
+
+
+def test_statistics_that_are_not_finite_are_not_saved(tmp_path):
+    saver = a_saver(tmp_path, torch.nn.BatchNorm1d(2), step=7)
+    saver.model(torch.full((2, 2), torch.nan))
+    with pytest.raises(FloatingPointError, match="weights are not finite after step 7"):
+        saver.save()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,216 @@
+"""Checkpoint files: written atomically, verified by a hash, read without executing code.
+
+The output folder of a run holds pairs of files. `checkpoint-<step>.pth` holds tensors, plain Python values and the
+JSON string `meta`, which is a `CheckpointInfo`. `checkpoint-<step>.json`, its sidecar, holds the size and the SHA-256
+of the former and the same meta. Both files are written under temporary names and synced before they are renamed, the
+sidecar last. A checkpoint without a sidecar is not used, unless `adopt_checkpoint` can read it. The newest checkpoint
+is computed from the files in the folder. No link points to it.
+
+Weights of other key names or sizes are fitted into an encoder by `encoders.load`.
+"""
+
+import argparse
+import hashlib
+import io
+import json
+import pickle
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from util.atomic import replaced_file, sync
+from util.run.files.exported import _add_config, _read_safetensors
+from util.run.files.record import Checkpoint, CheckpointError, CheckpointInfo
+from util.run.files.search import _find_damage, _read_sidecar_file, list_finished, read_sidecar, sha256, step_of
+from util.text import describe_owner
+
+TRAINING_STATE = ("optimizer", "scaler", "meter")  # parts of a run's checkpoint, beside its weights
+
+
+def file_name(step: int | Literal["best"]) -> str:
+    """Returns the name of a checkpoint in the folder of its run."""
+    return f"checkpoint-{step}.pth"
+
+
+def save_checkpoint(
+    output_dir: str | Path,
+    step: int | Literal["best"],
+    state: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    keep: bool = False,
+    on_write: Callable[[], None] | None = None,
+) -> Path:
+    """Writes the checkpoint of `step` and its sidecar, and returns the checkpoint's path.
+
+    state: tensors and plain values. meta: `CheckpointInfo.to_json()`. keep: mark the checkpoint in its sidecar, so that
+    it is never pruned. A `step` "best" is a name of its own, which is never counted as a step. on_write: called after
+    each piece that is written.
+
+    Raises OSError, which names the file, if a write fails, for example on a full disk. Then no partial file is left and
+    older checkpoints are unchanged.
+    """
+    path = Path(output_dir) / file_name(step)
+    with replaced_file(path.with_suffix(".json"), durable=True) as sidecar:
+        with replaced_file(path, durable=True) as weights:  # the inner one is renamed first
+            with HashedFile(weights, on_write) as file:
+                _write_weights(file, {**state, "meta": json.dumps(meta)})
+            _write_sidecar(sidecar, file.size, file.digest.hexdigest(), meta, keep)
+            sync(sidecar)  # now both are complete
+    return path
+
+
+class HashedFile(io.FileIO):
+    """A new file that computes size and SHA-256 of what is written to it, from the first byte to the last."""
+
+    def __init__(self, path: Path, on_write: Callable[[], None] | None = None) -> None:
+        super().__init__(path, "w")
+        self.on_write = on_write
+        self.size = 0
+        self.digest = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        """Writes all of `data`, which FileIO does not promise. Both hashing and writing release the GIL."""
+        rest = memoryview(data)
+        self.digest.update(rest)
+        self.size += len(rest)
+        while rest:
+            rest = rest[super().write(rest) :]
+        if self.on_write is not None:
+            self.on_write()
+        return len(data)
+
+
+def _write_weights(file: HashedFile, content: Mapping[str, Any]) -> None:
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:  # torch's zip writer reports some failed writes this way
+        if isinstance(error.__context__, OSError):  # the failed write, before the writer noticed a wrong position
+            raise error.__context__ from error
+        raise OSError(f"torch.save failed: {error}") from error
+
+
+def adopt_checkpoint(path: Path) -> str | None:
+    """Writes the sidecar of a checkpoint that has none, if it can be read. Returns why not, or None.
+
+    Its save was interrupted, or it was copied without its sidecar. It is marked as kept, as it may be the only copy.
+    """
+    try:
+        checkpoint = read_checkpoint(path)
+    except ValueError as error:
+        return str(error)
+    if not checkpoint.training or checkpoint.info.step != step_of(path):
+        return f"{str(path)!r} does not hold step {step_of(path)} of a run"
+    with replaced_file(path.with_suffix(".json"), durable=True) as sidecar:
+        _write_sidecar(sidecar, path.stat().st_size, sha256(path), checkpoint.info.to_json(), keep=True)
+    return None
+
+
+def prune_checkpoints(output_dir: str | Path, good_steps: Sequence[int]) -> None:
+    """Deletes older checkpoints that are no longer needed. To be called after a save.
+
+    good_steps: steps of the checkpoints that are known to be good and are kept; the last one was just saved. Also kept
+    are checkpoints that are marked as kept, that have no readable sidecar, or that belong to a later step.
+    """
+    for path in list_finished(output_dir):
+        step = step_of(path)
+        if step >= good_steps[-1] or step in good_steps:
+            continue
+        sidecar = _read_sidecar_file(path)
+        if sidecar is not None and not sidecar.get("keep", True):
+            path.unlink()
+            path.with_suffix(".json").unlink()  # last: weights without it would be taken for an interrupted save
+
+
+def _write_sidecar(sidecar: Path, size: int, digest: str, meta: Mapping[str, Any], keep: bool) -> None:
+    sidecar.write_text(json.dumps({"size": size, "sha256": digest, "keep": keep, "meta": meta}, indent=1))
+
+
+def read_checkpoint(path: str | Path, is_verified: bool = False, mmap: bool = False) -> Checkpoint:
+    """Reads a `.pth` or `.safetensors` file, or a `.bin` of Transformers.
+
+    No code in the file is executed. Besides tensors and plain values only `argparse.Namespace` is accepted, which MAE's
+    releases contain. Raises ValueError if there is no file, CheckpointError if it is damaged or of another kind, and
+    OSError if the storage fails. is_verified: its hash has just been compared with its sidecar, for example by
+    `newest_checkpoint`. mmap: tensors are views of the file, whose pages the processes of a node share. If the storage
+    fails later, SIGBUS ends the process.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"no checkpoint at {str(path)!r}: give the path of a .pth or .safetensors file")
+    if not is_verified:
+        refuse_damage(path)
+    content = _read_content(path, mmap)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{str(path)!r} holds a {type(content).__name__}, not a dict of weights")
+    meta = content.get("meta")
+    if isinstance(meta, str):
+        meta = json.loads(meta)
+    info = CheckpointInfo.from_json(meta if isinstance(meta, dict) else {}, path)
+    if path.suffix in (".safetensors", ".bin"):
+        info = _add_config(info, path)
+    training = {name: content[name] for name in TRAINING_STATE if name in content}
+    return Checkpoint(path, _find_weights(content, path), info, training)
+
+
+def refuse_damage(path: Path) -> None:
+    """Raises CheckpointError if the checkpoint at `path` is not what its sidecar says, if it has one."""
+    sidecar = path.with_suffix(".json")
+    if not sidecar.exists() or "sha256" not in sidecar.read_text():
+        return
+    damage = _find_damage(path)
+    if damage is not None:
+        raise CheckpointError(f"checkpoint {str(path)!r} is damaged: {damage}")
+
+
+def read_info(path: str | Path) -> CheckpointInfo:
+    """Returns what a checkpoint says, from its sidecar if there is one."""
+    return read_sidecar(Path(path)) or read_checkpoint(path).info
+
+
+def _read_content(path: Path, mmap: bool) -> Any:
+    try:
+        if path.suffix == ".safetensors":
+            return _read_safetensors(path)
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except PermissionError as error:
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read: {error.strerror} ({describe_owner(str(path))})"
+        ) from error
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # torch raises many types for files that it has not written
+        sha256(path)  # OSError if the storage fails, in whose place torch may raise another type
+        raise CheckpointError(f"{str(path)!r} cannot be read as a checkpoint of tensors: {_describe(error)}") from error
+
+
+def _find_weights(content: Mapping[str, Any], path: Path) -> dict[str, torch.Tensor]:
+    """Returns the tensors in a file's content. CheckpointError if there are none with names.
+
+    They lie under `model` (this project, MAE), `state_dict` (iBOT's backbones, mmpretrain) or `student` (training
+    checkpoints of iBOT and DINO), or are the content itself (timm).
+    """
+    weights = content.get("model", content.get("state_dict", content.get("student", content)))
+    if isinstance(weights, dict) and all(isinstance(key, str) for key in weights):
+        tensors = {key: value for key, value in weights.items() if torch.is_tensor(value)}
+        if tensors:
+            return tensors
+    raise CheckpointError(
+        f"{str(path)!r} holds no weights by their names, not in `model`, `state_dict` or `student` either"
+    )
+
+
+def _describe(error: Exception) -> str:
+    """Returns the error of torch.load or safetensors in short, without the advice to load files that may run code."""
+    if isinstance(error, pickle.UnpicklingError):
+        contents = "it holds more than tensors, or is damaged"
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if named:
+            contents = f"it holds {named[1]}, which may be of another version of the code that has written it"
+        return f"{contents}; files whose reading could run code are refused: save the tensors of a state_dict alone"
+    if isinstance(error, EOFError):
+        return "it ends too early"
+    return str(error).strip().partition(". ")[0]

@@ -1,0 +1,73 @@
+"""The JSON files of a run: settings, results, reports, progress."""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from util.atomic import replaced_file
+from util.run.cli import PROGRESS
+
+# What a run that starts anew would replace or continue. The log comes last: see `set_aside_earlier_run`.
+REPORTS = (
+    "results.json",
+    "checkpoint-best.pth",
+    "checkpoint-best.json",
+    "settings.json",
+    "tensorboard",
+    "attention",
+    "log.jsonl",
+)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the content of a JSON file; an empty dict if it is missing or damaged."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def read_reports(log: Path) -> list[dict[str, Any]]:
+    """Returns the reports in a log.jsonl, without lines that a kill has cut off; [] if there is no such file."""
+    if not log.is_file():
+        return []
+    reports = []
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError):
+            reports.append(json.loads(line))
+    return [report for report in reports if isinstance(report, dict) and isinstance(report.get("step"), int)]
+
+
+def set_aside_earlier_run(folder: Path) -> list[str]:
+    """Moves what an earlier run has reported to `earlier-1`, or the next free number. Returns a note for the log.
+
+    Its checkpoints were removed, or it was killed before the first one. For a run that begins in this folder.
+    """
+    evaluated = [folder / "results.json", folder / "checkpoint-best.pth"]
+    if not read_reports(folder / "log.jsonl") and not any(path.exists() for path in evaluated):
+        return []
+    number = 1
+    while (folder / f"earlier-{number}").exists():
+        number += 1
+    aside = folder / f"earlier-{number}"
+    aside.mkdir()
+    for name in REPORTS:
+        if (folder / name).exists():
+            (folder / name).rename(aside / name)
+    return [f"note: the folder held a run without a checkpoint to resume: its log and results are in {aside.name}"]
+
+
+def write_json(path: Path, content: object) -> None:
+    with replaced_file(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_progress(output_dir: str | Path, progress: object) -> None:
+    """Writes how far the run is. A SLURM job is not requeued after a few starts that have not changed this.
+
+    OSError is ignored: without the file, one requeue is lost at most.
+    """
+    with suppress(OSError), replaced_file(Path(output_dir) / PROGRESS) as temporary:
+        temporary.write_text(f"{progress}\n")

@@ -1,0 +1,127 @@
+"""How errors end a program: one paragraph on stderr and an exit code that says whether to start again."""
+
+import argparse
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import torch
+
+from util import collectives
+from util.data.workers import SIGNALS
+from util.run.cli import TEMPORARY, die_of, with_dashes
+from util.run.files.lock import remove_created
+from util.run.files.record import CheckpointError
+from util.run.processes import distributed
+from util.text import describe_owner
+
+
+def exit_code(error: Exception) -> int:
+    """Returns 3: values not finite; 4: unusable checkpoint; 75: I/O error, start again; 2: any other user error.
+
+    A missing permission is the user's error: it would be missing again.
+    """
+    if isinstance(error, FloatingPointError):
+        return 3
+    if isinstance(error, CheckpointError):
+        return 4
+    if isinstance(error, OSError) and not isinstance(error, PermissionError):
+        return TEMPORARY
+    return 2
+
+
+def refuse(parser: argparse.ArgumentParser, error: Exception, advice: str = "") -> NoReturn:
+    """Ends the program with one paragraph and the error's `exit_code`. advice: the end of the paragraph."""
+    message = str(error).strip()
+    if "Traceback" in message:  # an error of a DataLoader worker
+        parts = re.split(r"^[\w.]+Error: ", message, flags=re.MULTILINE)
+        message = " ".join(parts[-1].split())
+    if isinstance(error, PermissionError):
+        owner = f" ({describe_owner(str(error.filename))})" if error.filename else ""
+        message += f"{owner}; ask for access, or give another path"
+        advice = ""
+    message = with_dashes(message, parser)
+    collectives.settle_threads()
+    parser.exit(exit_code(error), f"{parser.prog}: error: {message}{advice}\n")
+
+
+def is_full_gpu(error: BaseException | None) -> bool:
+    """Whether the memory of a GPU was full. Where torch's allocator was not asked, as by cuBLAS, NCCL and the loading
+    of a kernel, the error is a RuntimeError that says so.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "_ALLOC_FAILED" in text)
+
+
+class Signalled(BaseException):
+    """A signal ends the set-up. It is raised in the main thread."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = signal.Signals(number)
+
+
+@dataclass
+class SetUp:
+    """The start of a program, until training begins. created: paths that it makes; they are removed if it fails."""
+
+    created: list[Path] = field(default_factory=list)
+    is_over: bool = False
+    handled: list[signal.Signals] = field(default_factory=list)
+
+    def handle_signals(self) -> None:
+        """From now on a signal that would kill this process raises `Signalled`, so that `created` is removed first.
+
+        Other handlers stay. For rank 0, which creates: where the others wait for it, a handler might never run.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in SIGNALS:
+            if signal.getsignal(number) == signal.SIG_DFL:
+                self.handled.append(number)
+                signal.signal(number, self._raise)
+
+    def _raise(self, number: int, frame: FrameType | None) -> NoReturn:
+        self.leave_signals()  # a second one kills the process
+        raise Signalled(number)
+
+    def leave_signals(self) -> None:
+        """Gives the handled signals their default action again."""
+        while self.handled:
+            signal.signal(self.handled.pop(), signal.SIG_DFL)
+
+    def end(self) -> None:
+        """From now on what was created stays, and a ValueError is no error of the user."""
+        self.is_over = True
+        self.leave_signals()
+
+
+@contextmanager
+def exit_on_setup_errors(parser: argparse.ArgumentParser) -> Iterator[SetUp]:
+    """Before training, a ValueError is the user's error. The process leaves the process group and exits."""
+    set_up = SetUp()
+    try:
+        yield set_up
+    except BaseException as error:
+        if set_up.is_over:
+            raise
+        remove_created(set_up.created)
+        if isinstance(error, Signalled):
+            die_of(error.number)
+        known = (ValueError, FloatingPointError, OSError)
+        if not isinstance(error, Exception) or not (isinstance(error, known) or is_full_gpu(error)):
+            raise
+        try:
+            refuse(parser, error, "; start the same command again" if isinstance(error, OSError) else "")
+        finally:
+            distributed.shut_down(after_error=True)
+    finally:
+        set_up.leave_signals()

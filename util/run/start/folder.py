@@ -1,0 +1,213 @@
+"""The output folder of a run, and the start of a run in it: its lock, and the checkpoint to resume from."""
+
+import argparse
+import os
+import shlex
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from util import collectives
+from util.code_version import code_version, source_hash
+from util.data.folders import refuse_inside_data
+from util.run.cli import Parser
+from util.run.files import checkpoint, search
+from util.run.files.lock import FILES, LOCK, FolderLock, writable_folder
+from util.run.files.record import CheckpointError, StartInfo
+from util.run.files.reports import read_json
+from util.run.processes import distributed
+from util.run.processes.supervise import collective_timeout
+from util.text import shorten
+
+# Files that a killed process was about to rename.
+LEFTOVERS = (
+    ".checkpoint-*.tmp-*",
+    ".bad-step-*.tmp-*",
+    ".settings.tmp-*",
+    ".results.tmp-*",
+    ".log.tmp-*",
+    ".predictions.tmp-*",
+    ".detections.tmp-*",
+    "..progress.tmp-*",
+    ".shared-*",
+    "attention/.*.tmp-*",
+)
+
+
+def refuse_foreign_files(folder: Path) -> None:
+    """ValueError if the folder holds files with the names of FILES that no run has written."""
+    names = [name for name in FILES if (folder / name).exists()]
+    is_run = (folder / LOCK).exists() or "output_dir" in read_json(folder / "settings.json")
+    if names and not is_run and not search.list_finished(folder):
+        problem = f"--output_dir {str(folder)!r} holds {', '.join(names)}, but no run"
+        raise ValueError(f"{problem}: choose another folder, or move them away")
+
+
+def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, list[str]]:
+    """Returns the checkpoint to resume from, or None for a new run, and remarks for the log.
+
+    A folder with checkpoints resumes from its newest good one, whatever `resume` says, so that the same command can be
+    started again at any time. `resume` says where a run starts whose folder is empty: the path of a checkpoint, the
+    folder of a run (its newest good checkpoint), or "auto" or "none" for a run from scratch. Raises CheckpointError if
+    the folder holds finished checkpoints but no good one.
+
+    A checkpoint without its .json gets one, if it can be read. Otherwise it is not used, and it is not deleted.
+    """
+    remarks = adopt_unfinished(output_dir)
+    path, skipped = search.newest_checkpoint(output_dir)
+    remarks += [f"skipped a checkpoint, {reason}" for reason in skipped]
+    named = None if resume in ("auto", "none") else Path(resume).resolve()
+    if path is not None:
+        info = checkpoint.read_info(path)
+        began_at = None if info.run is None else info.run.origin.started_from
+        known = [path.resolve(), Path(output_dir).resolve()]
+        if began_at:
+            known += [Path(began_at).resolve(), Path(began_at).resolve().parent]
+        if resume != "auto" and named not in known:
+            remarks.append(
+                f"warning: --resume {resume} is not used, because {str(output_dir)!r} holds a run, which is resumed; "
+                f"to start anew or from another checkpoint, choose another --output_dir"
+            )
+        return path, remarks
+    if search.list_finished(output_dir):
+        raise CheckpointError(
+            f"no checkpoint in {str(output_dir)!r} is intact ({'; '.join(skipped)}); remove them to start over"
+        )
+    if named in (None, Path(output_dir).resolve()):
+        if skipped:
+            remarks.append("warning: the run starts from step 0")
+        return None, remarks
+    path = search.find_checkpoint_file(resume)
+    checkpoint.refuse_damage(path)
+    return path, remarks
+
+
+def adopt_unfinished(output_dir: str | Path) -> list[str]:
+    """Writes the sidecars of all checkpoints that have none and can be read. Returns remarks for the log."""
+    finished = search.list_finished(output_dir)
+    remarks = []
+    for path in search.list_checkpoints(output_dir):
+        if path in finished:
+            continue
+        outcome = "it can be read, so one is written, and it is kept for good"
+        problem = checkpoint.adopt_checkpoint(path)
+        if problem is not None:
+            outcome = f"not used: {problem}"
+        remarks.append(f"warning: {path.name} had no .json; {outcome}")
+    return remarks
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run, in one process."""
+
+    program: str  # the main, for example "main_pretrain.py"
+    process: distributed.Process
+    output_dir: Path
+    resume_path: Path | None  # the checkpoint that the run continues from
+    origin: StartInfo
+    lock: FolderLock | None  # rank 0 holds the folder until its process ends
+
+    @property
+    def continues_here(self) -> bool:
+        """Whether the folder holds the checkpoint that the run continues from."""
+        return self.resume_path is not None and not self.began_elsewhere
+
+    @property
+    def began_elsewhere(self) -> bool:
+        """Whether the run starts at a checkpoint of another folder than its own."""
+        return self.resume_path is not None and self.resume_path.resolve().parent != self.output_dir.resolve()
+
+    def close(self) -> None:
+        """Frees the folder."""
+        if self.lock is not None:
+            self.lock.file.close()
+
+
+def join_processes(parser: Parser, args: argparse.Namespace) -> distributed.Process:
+    """Joins the process group. ValueError on all ranks if they were started with other flags, code or torch."""
+    minutes = collective_timeout(args.dist_timeout, distributed.may_compile(args.compile, args.device))
+    process = distributed.init_process(args.device, minutes, max(60, args.dist_timeout))
+    refuse_different_starts(parser, args)
+    return process
+
+
+def enter_folder(
+    program: str,
+    args: argparse.Namespace,
+    argv: Sequence[str] | None,
+    process: distributed.Process,
+    created: list[Path],
+) -> tuple[Start, list[str]]:
+    """Locks the output folder and finds the checkpoint to resume from. Returns (the start, remarks for the log).
+
+    argv: the command line (default: this program's). created: gets the paths that this start creates. ValueError if the
+    folder lies inside the data, is not writable, is in use by another run, or is not the same for all processes.
+    """
+
+    def check_folder() -> Path:
+        # The next start would read other data.
+        refuse_inside_data("--output_dir", args.output_dir, args.dataset, args.data_path)
+        return writable_folder(args.output_dir, created)
+
+    collectives.run_on_rank0(check_folder)  # if the start fails, rank 0 removes the folders that it has created
+    output_dir = collectives.run_everywhere(check_folder)
+    command = [program, *(sys.argv[1:] if argv is None else argv)]
+    hosts = sorted(set(collectives.gather_objects(socket.gethostname())))
+    origin = StartInfo(collectives.run_on_rank0(code_version), shlex.join(command), hosts)
+    lock: FolderLock | None = None
+
+    def lock_and_look() -> tuple[Path | None, list[str]]:
+        nonlocal lock
+        refuse_foreign_files(output_dir)
+        lock = FolderLock(output_dir, created)
+        for pattern in LEFTOVERS:
+            for leftover in output_dir.glob(pattern):
+                leftover.unlink()
+        path, remarks = find_checkpoint(output_dir, args.resume)
+        return path, lock.remarks + remarks
+
+    # Rank 0 chooses, so that all ranks resume from the same file.
+    resume_path, remarks = collectives.run_on_rank0(lock_and_look)
+    if process.world_size > 1:
+        refuse_separate_folders(output_dir)
+    return Start(program, process, output_dir, resume_path, origin, lock), remarks
+
+
+def refuse_separate_folders(output_dir: Path) -> None:
+    """ValueError on all ranks unless all see a file that rank 0 writes into the folder, within 6 seconds."""
+
+    def write_token() -> str:
+        descriptor, path = tempfile.mkstemp(prefix=".shared-", dir=output_dir)
+        os.close(descriptor)
+        return Path(path).name
+
+    token = output_dir / collectives.run_on_rank0(write_token)
+    for seconds in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2):
+        if token.exists():
+            break
+        time.sleep(seconds)
+    views = collectives.gather_objects((socket.gethostname(), token.exists()))
+    collectives.run_on_rank0(lambda: token.unlink(missing_ok=True))
+    blind = [f"rank {rank} on {host}" for rank, (host, is_seen) in enumerate(views) if not is_seen]
+    if blind:
+        problem = f"--output_dir {str(output_dir)!r} is not the same folder for all processes"
+        reason = f"a file of rank 0 on {views[0][0]} does not appear for {shorten(blind)}"
+        raise ValueError(f"{problem}: {reason}; choose a folder on storage that all nodes share")
+
+
+def refuse_different_starts(parser: Parser, args: argparse.Namespace) -> None:
+    """ValueError on all ranks if code, torch or flags differ between them, apart from flags of a process."""
+    compared = {}
+    for name, value in vars(args).items():
+        if name not in parser.rules or not parser.rules[name].per_process:
+            compared[f"--{name}"] = value
+    compared["code"] = source_hash()
+    compared["torch"] = torch.__version__
+    collectives.refuse_differences(compared, "flags and code")

@@ -1,0 +1,275 @@
+"""Resuming: refuses what would change the results of a run, and restores its state.
+
+Each flag says at its definition what it changes. One that changes results may not differ between two starts of a run,
+unless --allow_changes is given. If others affect rounding or random draws, a note says so.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from util.run.cli import Change
+from util.run.files import checkpoint, search, strict
+from util.run.files.record import CheckpointError, CheckpointInfo, EncoderSource, RunInfo
+from util.run.start.folder import Start
+
+Settings = Mapping[str, Any]
+Changes = Mapping[str, Change]  # what each flag changes, by name
+
+
+def read_resumed(start: Start, total_batch_size: int) -> CheckpointInfo | None:
+    """Returns what the checkpoint to resume says, or None for a new run.
+
+    ValueError if it belongs to another program, or if its steps had another total batch. CheckpointError if the file
+    cannot be resumed at all.
+    """
+    if start.resume_path is None:
+        return None
+    info = checkpoint.read_info(start.resume_path)
+    if info.run is None or info.run.is_best:
+        raise holds_no_run(start.resume_path)
+    if info.run.program != start.program:
+        raise ValueError(describe_other_program(info.run.program, start))
+    total_before = info.settings["total_batch_size"]
+    if total_before != total_batch_size:
+        raise ValueError(
+            f"the run's total batch was {total_before} and now is {total_batch_size}, but the schedule counts steps: "
+            f"give --total_batch_size {total_before}"
+        )
+    return info
+
+
+def holds_no_run(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{str(path)!r} holds weights but no run to resume; --resume takes a checkpoint of this program"
+    )
+
+
+def describe_other_program(program: str, start: Start) -> str:
+    """Returns the error that the checkpoint belongs to a run of another program."""
+    if not start.began_elsewhere:
+        return f"{str(start.output_dir)!r} holds a run of {program}; choose another --output_dir"
+    message = f"--resume {start.resume_path} is a run of {program}, not of {start.program}"
+    if program == "main_pretrain.py":
+        message += "; to fine-tune it, give it as --finetune"
+    return message
+
+
+def restore(
+    path: Path, is_verified: bool, model: torch.nn.Module, optimizer: torch.optim.Optimizer, mmap: bool = False
+) -> dict[str, Any]:
+    """Loads weights and optimizer state from the checkpoint at `path`. Returns the rest of its state of training.
+
+    The state of an optimizer of another class is not loaded: this one starts without any, as in a new run.
+    is_verified: its hash has just been compared. mmap: see `read_checkpoint`; moments stay views of the file.
+    """
+    content = checkpoint.read_checkpoint(path, is_verified, mmap)
+    if content.info.run is None or "optimizer" not in content.training:
+        raise holds_no_run(path)
+    strict.load_strict(model, content.weights, "the checkpoint's weights")
+    moments = content.training.pop("optimizer")  # nobody else keeps them when they are sharded
+    if content.info.run.optimizer == type(optimizer).__name__:
+        load_optimizer(optimizer, moments)
+    return content.training
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Loads the moments. Hyper-parameters such as the weight decay stay as they are set now."""
+    settings_now = []
+    for group in optimizer.param_groups:
+        settings_now.append({name: value for name, value in group.items() if name != "params"})
+    try:
+        optimizer.load_state_dict(state)
+    except ValueError as error:
+        raise CheckpointError(f"the checkpoint's optimizer does not fit these settings ({error})") from error
+    for group, settings in zip(optimizer.param_groups, settings_now, strict=True):
+        group.update(settings)
+
+
+# ---------------------------------------------------------------------------------------------------------------- rules
+
+
+def refuse_changes(changes: Sequence[str], path: Path) -> None:
+    """ValueError if there are changes, see `find_changes`, of the run of the checkpoint at `path`."""
+    if changes:
+        raise ValueError(
+            f"{str(path)!r} cannot be resumed without changing its results: {'; '.join(changes)}. "
+            "Undo that, choose another --output_dir, or accept it by --allow_changes"
+        )
+
+
+def find_changes(
+    before: CheckpointInfo, now: CheckpointInfo, flag_changes: Changes, chosen: Collection[str] = ()
+) -> list[str]:
+    """Returns a sentence for each difference between a checkpoint and this start that changes results.
+
+    A setting of which `flag_changes` says nothing changes results. chosen: names of the flags that this command or its
+    recipe sets. The checkpoint may be older than a flag: to set it is a change, and to leave it out is none, since the
+    default of a new flag keeps the former behaviour.
+    """
+    assert before.run is not None
+    assert now.run is not None
+    names = changed_names("results", flag_changes, before.settings, now.settings)
+    changes = [f"--{describe_change(name, before.settings, now.settings)}" for name in names]
+    for name in sorted(chosen):
+        if name not in before.settings and flag_changes.get(name, "results") == "results":
+            changes.append(f"--{name} is unknown to the checkpoint and now is {now.settings.get(name)}")
+    changes += find_data_changes(before, now)
+    if before.run.optimizer != now.run.optimizer:
+        difference = f"was {before.run.optimizer} and now is {now.run.optimizer}"
+        changes.append(f"the optimizer {difference}: it starts without the state of the former one")
+    for flag, fingerprint in now.run.files.items():
+        if before.run.files.get(flag) != fingerprint:
+            changes.append(f"the {flag}'s weights have changed")
+    return changes
+
+
+def find_data_changes(before: CheckpointInfo, now: CheckpointInfo) -> list[str]:
+    """Returns a sentence for each difference between the images of a checkpoint and of this start."""
+    assert before.run is not None
+    assert now.run is not None
+    old_path = before.settings.get("data_path")
+    new_path = now.settings.get("data_path")
+    moved = ""
+    if old_path != new_path:
+        moved = f" (--data_path was {old_path} and now is {new_path})"
+    changes = []
+    if before.run.data != now.run.data:
+        difference = f"had {before.run.data} and now has {now.run.data}"
+        changes.append(f"the data {difference}: the images would come in another order{moved}")
+    if before.run.val_data != now.run.val_data:
+        difference = f"had {before.run.val_data} and now has {now.run.val_data}"
+        changes.append(f"the validation data {difference}: the accuracies would not be comparable{moved}")
+    if before.pixels != now.pixels:
+        changes.append(f"the images had pixels of {before.pixels} and now have {now.pixels}")
+    return changes
+
+
+def changed_names(change: Change, flag_changes: Changes, before: Settings, now: Settings) -> list[str]:
+    """Returns the sorted names of settings with another value, of those that change `change`."""
+    names = []
+    for name in sorted(before.keys() & now.keys()):
+        if flag_changes.get(name, "results") == change and before[name] != now[name]:
+            names.append(name)
+    return names
+
+
+def describe_change(name: str, before: Settings, now: Settings) -> str:
+    return f"{name} was {before[name]} and now is {now[name]}"
+
+
+def find_notes(before: CheckpointInfo, now: CheckpointInfo, flag_changes: Changes) -> list[str]:
+    """Returns a note for each difference that is allowed and may affect rounding, random draws or the code."""
+    assert before.run is not None
+    assert now.run is not None
+    notes = []
+    names = changed_names("split", flag_changes, before.settings, now.settings)
+    split = [describe_change(name, before.settings, now.settings) for name in names]
+    if before.run.world_size != now.run.world_size:
+        split.append(f"world_size was {before.run.world_size} and now is {now.run.world_size}")
+    if split:
+        notes.append(
+            f"note: each step has the same images, but is split otherwise ({', '.join(split)}): random draws and "
+            "statistics within a step may differ"
+        )
+    names = changed_names("rounding", flag_changes, before.settings, now.settings)
+    if names:
+        changes = ", ".join(f"--{describe_change(name, before.settings, now.settings)}" for name in names)
+        note = f"note: {changes}: results agree to rounding, not to the last bit"
+        if "compile" in names:
+            note += "; compiled code draws other random numbers, so drop path differs"
+        notes.append(note)
+    notes += find_code_change(before.run, now.run)
+    if before.run.torch != now.run.torch:
+        notes.append(f"note: torch was {before.run.torch} and now is {now.run.torch}: the last bits may differ")
+    return notes
+
+
+def find_code_change(before: RunInfo, now: RunInfo) -> list[str]:
+    """Returns a note if the code has changed. Only the hash of its files is compared: a commit may change others."""
+    old_files = before.origin.code.rpartition("files ")[2]
+    new_files = now.origin.code.rpartition("files ")[2]
+    if old_files == new_files:
+        return []
+    versions = f"{before.origin.code} then, {now.origin.code} now"
+    return [f"note: the code has changed since this checkpoint was written: {versions}"]
+
+
+# -------------------------------------------------------------------------------------------------------- first weights
+
+
+def find_encoder(path: str | None, is_resumed: bool, flag: str = "finetune") -> EncoderSource | None:
+    """Returns the checkpoint at the `path` that a flag gives, or None.
+
+    A resumed run no longer needs the file: the result is None if it is gone. ValueError if a new run does not find it.
+    """
+    if path is None or (is_resumed and not Path(path).exists()):
+        return None
+    try:
+        file = search.find_checkpoint_file(path)
+    except CheckpointError:  # an empty folder
+        if is_resumed:
+            return None
+        raise
+    if not file.is_file():
+        raise ValueError(f"--{flag} {path!r} does not exist: give a checkpoint, or the folder of a run")
+    return identify_encoder(file, checkpoint.read_info(file))
+
+
+def identify_encoder(path: Path, info: CheckpointInfo) -> EncoderSource:
+    """Returns path, SHA-256 and progress of the checkpoint at `path`."""
+    named = path.parent.resolve() / path.name  # the file itself may be a link to a name that tells nothing
+    sha256 = search.recorded_sha256(path)
+    if info.run is None:
+        return EncoderSource(str(named), sha256, optimizer=info.settings.get("optimizer"))
+    return EncoderSource(
+        str(named),
+        sha256,
+        step=info.run.step,
+        epoch=info.run.epoch,
+        epochs=info.settings["epochs"],
+        optimizer=info.run.optimizer,
+    )
+
+
+def choose_encoder(
+    resumed: CheckpointInfo, given: EncoderSource | None, start: Start, flag: str
+) -> tuple[EncoderSource | None, list[str]]:
+    """Returns (the encoder that the resumed run began with, notes).
+
+    given: what `flag` means now. ValueError if that is another encoder.
+
+    If the pre-training run has saved newer checkpoints since, an unfinished fine-tuning run keeps its first encoder and
+    ignores them. A finished run is refused instead, because its results would look like those of the newer checkpoint.
+    """
+    assert resumed.run is not None
+    first = resumed.run.encoder
+    if given is None or (first is not None and given.sha256 == first.sha256):
+        return first, []
+    if first is not None and given.is_newer_save_of(first) and not resumed.is_finished:
+        old = Path(first.path).resolve()
+        new = Path(given.path).resolve()
+        return first, [f"warning: this run continues from {old}; {new}, which is newer, is ignored"]
+    raise ValueError(describe_other_encoder(first, given, resumed.is_finished, start, flag))
+
+
+def describe_other_encoder(
+    first: EncoderSource | None, given: EncoderSource, is_finished: bool, start: Start, flag: str
+) -> str:
+    """Returns the error that a run began with the encoder `first`, and not with the one that `flag` gives now."""
+    new = Path(given.path).resolve()
+    if first is None:
+        began_with = f"training from scratch, not of {str(new)!r}"
+    elif Path(first.path).resolve() == new:
+        began_with = f"an earlier {str(new)!r}, which has changed since"
+    else:
+        began_with = f"{str(Path(first.path).resolve())!r}, not of {str(new)!r}"
+    holder = repr(str(start.output_dir))
+    advice = "choose another --output_dir"
+    if start.began_elsewhere:
+        holder = f"--resume {str(start.resume_path)!r}"
+        advice = f"--resume and --{flag} exclude each other unless the run began with that encoder: leave one out"
+    held = "the results" if is_finished else "a run"
+    return f"{holder} holds {held} of {began_with}; {advice}"

@@ -1,0 +1,316 @@
+"""The life of a run. Whoever looks for the resume or the end of a run starts here.
+
+with Run.begin(PROGRAM, parser, args, argv) as run:  # flags, processes, folder, what the run was before
+    images, model, optimizer, loader = ...
+    training = run.begin_training(model, optimizer, dataset, schedule, facts)  # restores; wraps; log, loop, saver
+    return training.train(train_one_epoch, loader, [evaluator])        # steps, saves, signals, the end
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from util import collectives
+from util.data.datasets import AddressedDataset
+from util.data.images import Images
+from util.data.invalid_pixels import InvalidPixels
+from util.data.open import data_settings
+from util.data.statistics import Statistics, choose_statistics
+from util.run.cli import Parser, flags_chosen
+from util.run.files import checkpoint, record
+from util.run.files.record import CheckpointInfo, DataInfo, EncoderSource, RunInfo
+from util.run.processes.check_nodes import check_nodes
+from util.run.processes.distributed import Process, may_compile
+from util.run.processes.supervise import Watchdog, first_timeout
+from util.run.start.errors import SetUp, exit_on_setup_errors
+from util.run.start.folder import Start, enter_folder, join_processes
+from util.run.start.plan import Plan, RunSchedule, changes_of_flags, decide_compilation, make_plan
+from util.run.start.resume import (
+    choose_encoder,
+    find_changes,
+    find_encoder,
+    find_notes,
+    read_resumed,
+    refuse_changes,
+    restore,
+)
+from util.run.start.space import check_space, checkpoint_bytes
+from util.run.train.training import Training
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the checkpoints of a run say about its model and data, beside the flags.
+
+    statistics: mean and deviation of each channel. settings: what follows from model and data; they override the flags.
+    files: {flag: fingerprint} of files that the model reads.
+    """
+
+    statistics: Statistics
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    val_images: Any = None
+    classes: list[str] | None = None
+    class_colors: list[list[int]] | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """One start of a run, in one process, before its model is there.
+
+    chosen: names of the flags that command or recipe set. resumed: what the checkpoint to resume says, None for a new
+    run. encoder_flag: name of the flag that gives the first weights. encoder: the checkpoint whose weights the run
+    begins with, or began with. notes: for the log, which opens later.
+    """
+
+    parser: Parser
+    args: argparse.Namespace
+    chosen: set[str]
+    plan: Plan
+    start: Start
+    set_up: SetUp
+    watchdog: Watchdog
+    resumed: CheckpointInfo | None
+    encoder_flag: str
+    encoder: EncoderSource | None
+    notes: list[str]
+
+    @classmethod
+    @contextmanager
+    def begin(
+        cls,
+        program: str,
+        parser: Parser,
+        args: argparse.Namespace,
+        argv: Sequence[str] | None = None,
+        *,
+        check: Callable[[argparse.Namespace, Plan], None],
+        encoder_flag: str,
+        default_batch_size: int = 64,
+        fitting_batch: Callable[[int, str], int] | None = None,
+    ) -> Iterator["Run"]:
+        """Joins the processes, checks the flags, takes the folder and finds out what to resume.
+
+        Errors of the user inside this context end the program with one paragraph and an exit code: see `SetUp`.
+        check: refuses the program's own flags before the folder is touched. default_batch_size, fitting_batch: see
+        `make_plan`.
+        """
+        start: Start | None = None
+        try:
+            with exit_on_setup_errors(parser) as set_up:
+                process = join_processes(parser, args)
+                patience = first_timeout(args.dist_timeout, may_compile(args.compile, args.device))
+                with Watchdog(args.dist_timeout, patience, process.rank, Path(args.output_dir)) as watchdog:
+                    watchdog.begin_phase("output folder")
+                    plan = make_plan(args, process, default_batch_size, fitting_batch)
+                    check(args, plan)
+                    if process.is_main:
+                        set_up.handle_signals()
+                    start, notes = enter_folder(program, args, argv, process, set_up.created)
+                    resumed = read_resumed(start, plan.total_batch_size)
+                    encoder, encoder_notes = find_first_weights(args, start, resumed, encoder_flag)
+                    notes = [*notes, *encoder_notes]
+                    if args.check_nodes:
+                        watchdog.begin_phase("check of nodes")
+                        notes = [*notes, *check_nodes(process, plan.precision)]
+                    chosen = flags_chosen(parser, argv)
+                    watchdog.begin_phase("images")
+                    yield cls(
+                        parser, args, chosen, plan, start, set_up, watchdog, resumed, encoder_flag, encoder, list(notes)
+                    )
+        finally:
+            if start is not None:
+                start.close()
+
+    @property
+    def process(self) -> Process:
+        return self.start.process
+
+    @property
+    def output_dir(self) -> Path:
+        return self.start.output_dir
+
+    @property
+    def build_device(self) -> torch.device:
+        """The device to build the model on. With --shard the whole model never lies on a GPU."""
+        if self.args.shard:
+            return torch.device("cpu")
+        return self.process.device
+
+    @property
+    def first_step(self) -> int:
+        """The number of optimizer steps that are done already."""
+        if self.resumed is None or self.resumed.run is None:
+            return 0
+        return self.resumed.run.step
+
+    def note(self, *notes: str) -> None:
+        """Keeps notes until the log opens."""
+        self.notes += notes
+
+    def load_encoder(self, load: Callable[[str], object], note_without: str = "") -> None:
+        """Loads the first weights into the model of a new run, by `load(path)`, which returns a report.
+
+        note_without: for the log, if the run begins with random weights.
+        """
+        if self.resumed is not None:
+            return
+        self.watchdog.begin_phase("first weights")
+        if self.encoder is not None:
+            path = self.encoder.path
+            self.note(f"encoder from {path}: {load(path)}", *self.encoder.warnings())
+        elif note_without:
+            self.note(note_without)
+
+    def pixel_statistics(self, images: Images) -> Statistics:
+        """Returns the pixel statistics that the run normalises with: see `util.data.statistics`."""
+        resumed: dict[str, Any] | None = None
+        encoder: dict[str, Any] = {}
+        if self.resumed is not None:
+            resumed = {"in_chans": self.resumed.settings["in_chans"], **self.resumed.pixel_settings}
+        elif self.encoder is not None:
+            encoder = checkpoint.read_info(self.encoder.path).pixel_settings
+            self.note(*note_on_invalid(encoder, vars(self.args)))
+        statistics, notes = choose_statistics((self.args.mean, self.args.std), images, resumed, encoder)
+        self.note(*notes)
+        self.watchdog.begin_phase("model")
+        return statistics
+
+    def begin_training(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dataset: AddressedDataset,
+        schedule: RunSchedule,
+        facts: RunFacts,
+        captures_steps: bool = False,
+    ) -> Training:
+        """Returns what trains the model, after it has restored model and optimizer if there is a checkpoint.
+
+        captures_steps: launch steps as CUDA graphs.
+        ValueError if flags or data have changed in a way that changes the results, unless --allow_changes.
+        """
+        self.watchdog.begin_phase("checkpoint")
+        collectives.refuse_differences(facts.files, "model")
+        stored = None if self.resumed is None else self.resumed.settings.get("compile")
+        compiles = decide_compilation(self.plan, stored, schedule.num_steps)
+        self.plan = replace(self.plan, compile=compiles)
+        info = self.describe(dataset.images, optimizer, schedule, facts)
+        num_bytes = checkpoint_bytes(model, optimizer)
+        self.note(*collectives.run_on_rank0(lambda: check_space(self.start, schedule, self.first_step, num_bytes)))
+        state: dict[str, Any] | None = None
+        if self.resumed is not None:
+            state = self._restore(self.resumed, info, model, optimizer)
+        elif self.encoder is not None:
+            self.note(*self.encoder.notes_on_optimizer(type(optimizer).__name__))
+        self.watchdog.begin_phase("training")
+        return Training(self, model, optimizer, dataset, schedule, info, state, captures_steps)
+
+    def describe(
+        self, images: Any, optimizer: torch.optim.Optimizer, schedule: RunSchedule, facts: RunFacts
+    ) -> CheckpointInfo:
+        """Returns what a checkpoint of now would say."""
+        settings = self.resolved_settings(images, schedule, facts)
+        val_data: DataInfo | None = None
+        if facts.val_images is not None:
+            val_data = describe_data(facts.val_images)
+        run = RunInfo(
+            program=self.start.program,
+            step=self.first_step,
+            epoch=self.first_step / schedule.steps_per_epoch,
+            world_size=self.process.world_size,
+            data=describe_data(images),
+            val_data=val_data,
+            torch=torch.__version__,
+            optimizer=type(optimizer).__name__,
+            origin=replace(self.start.origin, started_from=self._find_beginning()),
+            encoder=self.encoder,
+            files=dict(facts.files),
+        )
+        return CheckpointInfo(settings, images.pixel_format.dtype, facts.classes, facts.class_colors, run)
+
+    def resolved_settings(self, images: Any, schedule: RunSchedule, facts: RunFacts) -> dict[str, Any]:
+        """Returns the settings that are saved beside the run and in its checkpoints."""
+        settings = dict(vars(self.args))
+        # What the flags leave open, such as batch size and precision.
+        settings |= asdict(self.plan)
+        mean, std = facts.statistics
+        settings |= {"epochs": schedule.epochs, "mean": mean, "std": std}
+        # What follows from model and data.
+        settings |= facts.settings
+        # A resumed run keeps the path of its first weights, whatever the flag gives now.
+        if self.resumed is not None:
+            settings[self.encoder_flag] = self.resumed.settings.get(self.encoder_flag)
+        # A data set of the Hub, with the commit that was found.
+        settings |= data_settings(images)
+        for name, value in settings.items():
+            if isinstance(value, tuple):
+                settings[name] = list(value)  # as after reading JSON
+        return settings
+
+    def _find_beginning(self) -> str | None:
+        """Returns the checkpoint of another folder where the run began."""
+        if self.start.began_elsewhere:
+            return str(self.start.resume_path)
+        if self.resumed is None or self.resumed.run is None:
+            return None
+        return self.resumed.run.origin.started_from
+
+    def _restore(
+        self, resumed: CheckpointInfo, info: CheckpointInfo, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """Loads the checkpoint to resume. Returns its state of training."""
+        path = self.start.resume_path
+        assert path is not None
+        flag_changes = changes_of_flags(self.parser, self.plan)
+        changes = find_changes(resumed, info, flag_changes, self.chosen)
+        if not self.args.allow_changes:
+            refuse_changes(changes, path)
+        # Rank 0 has compared its hash in `enter_folder`. On other nodes one process does, since all read the same copy.
+        is_verified = self.process.is_main or self.process.local_rank > 0
+        # With --shard, all processes of a node read the whole model and its moments to keep a part of them.
+        state = restore(path, is_verified, model, optimizer, mmap=self.args.shard)
+        for change in changes:
+            self.note(f"warning: {change}")
+        self.note(*find_notes(resumed, info, flag_changes))
+        self.note(f"resuming {path} at step {self.first_step}")
+        return state
+
+
+def find_first_weights(
+    args: argparse.Namespace, start: Start, resumed: CheckpointInfo | None, flag: str
+) -> tuple[EncoderSource | None, list[str]]:
+    """Returns (the checkpoint that the run begins with, or began with, notes). All ranks must call it.
+
+    flag: name of the flag that gives it.
+    """
+    path = getattr(args, flag)
+    is_resumed = resumed is not None
+    given = collectives.run_on_rank0(lambda: find_encoder(path, is_resumed, flag))
+    if resumed is None:
+        return given, []
+    return choose_encoder(resumed, given, start, flag)
+
+
+def note_on_invalid(encoder: Mapping[str, Any], args: Mapping[str, Any]) -> list[str]:
+    """Returns a note if an encoder has learnt from images with invalid pixels, and nothing marks them in this run.
+
+    encoder: its `pixel_settings`.
+    """
+    if InvalidPixels.from_settings(args).is_declared:
+        return []
+    marks = [f"--{name} {encoder[name]}" for name in record.INVALID_SETTINGS if name in encoder]
+    if not marks:
+        return []
+    return [f"note: the encoder was trained with {' and '.join(marks)}; in this run all pixels are valid"]
+
+
+def describe_data(images: Any) -> DataInfo:
+    """Returns what checkpoints say about a data set."""
+    return DataInfo(len(images), images.fingerprint())

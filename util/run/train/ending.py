@@ -1,0 +1,68 @@
+"""How a run ends that needs no error message: at its last step, or after a signal."""
+
+import argparse
+import signal
+from typing import NoReturn
+
+from util.data.images import ImageError
+from util.data.loader import TooLittleMemory
+from util.data.workers import kill_workers
+from util.run.files.lock import FolderInUse
+from util.run.processes import distributed
+from util.run.processes.supervise import StopSignal
+from util.run.start.errors import is_full_gpu, refuse
+from util.run.train.loop import TrainLoop
+from util.run.train.saving import CheckpointSaver
+from util.text import count_of
+
+
+def finish_run(loop: TrainLoop, stop: StopSignal, summary: str) -> None:
+    """Prints the summary of a finished run and leaves the process group."""
+    stop.finish()
+    loop.notify_listener(loop.exchange().numbers)
+    loop.log.info(summary)
+    loop.log.close()
+    distributed.shut_down()
+
+
+def end_after_signal(loop: TrainLoop, stop: StopSignal) -> None:
+    """Ends a run that a signal has stopped, after its checkpoint is saved.
+
+    Our signal handlers stay installed meanwhile: the previous ones might requeue the job or kill the process. After
+    Ctrl-C it raises KeyboardInterrupt, so that the shell stops its script, too.
+    """
+    name = stop.name or "a signal to another process"
+    progress = f"after step {loop.step} of {loop.last_step}"
+    loop.log.info(f"stopped by {name} {progress}; the same command goes on from there")
+    loop.log.close()
+    stop.settle()
+    distributed.shut_down()
+    if stop.name == signal.SIGINT.name:
+        kill_workers()  # a program that dies of SIGINT runs no exit handlers
+        raise KeyboardInterrupt
+
+
+def describe_full_gpu(error: Exception, batch_size: int) -> ValueError:
+    """Returns the error of a GPU whose memory is full, with the next smaller micro-batch that fits the total batch."""
+    remedies = "--recompute, or --shard on several GPUs"
+    for smaller in range(batch_size // 2, 0, -1):
+        if batch_size % smaller == 0:
+            remedies = f"--batch_size {smaller}, {remedies}"
+            break
+    cause = str(error).partition(". ")[0]
+    return ValueError(f"{cause}, in micro-batches of {count_of(batch_size, 'image')}: give {remedies}")
+
+
+def refuse_training_error(
+    parser: argparse.ArgumentParser, error: Exception, saver: CheckpointSaver, batch_size: int
+) -> NoReturn:
+    """Ends a training run after unreadable data, values that are not finite, an I/O error, too little memory, or if
+    another run has taken its folder. Other errors are bugs and are raised.
+
+    The other ranks may hang in a collective, so the process group is left as it is. batch_size: of a micro-batch.
+    """
+    if is_full_gpu(error):
+        refuse(parser, describe_full_gpu(error, batch_size))
+    if not isinstance(error, (ImageError, FloatingPointError, FolderInUse, TooLittleMemory, OSError)):
+        raise error
+    refuse(parser, error, saver.advice(error))

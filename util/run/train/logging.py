@@ -1,0 +1,160 @@
+"""The log of a run: a progress bar or plain lines, `log.txt`, `log.jsonl` and TensorBoard."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from tqdm import tqdm
+
+from util.atomic import replaced_file
+from util.lazy import LazyModule
+from util.run.files.reports import read_reports
+from util.text import printable
+
+events = LazyModule("util.run.train.events")  # which imports TensorBoard
+
+
+class RunLog:
+    """Writes the log of a run, on rank 0 only (`enabled`). On other ranks every method does nothing.
+
+    A terminal shows a progress bar with the latest values. Without a terminal, and always in `log.txt`, they are plain
+    lines. `log.jsonl` holds one JSON object per report. On resume, reports after `start_step` are removed from it, so
+    that it holds each step once. Methods raise OSError if a file cannot be written. A closed console ends no run, since
+    the signal that closed it must not stop the save.
+    """
+
+    def __init__(
+        self, output_dir: str | Path, start_step: int, end_step: int, enabled: bool = True, steps_per_epoch: int = 0
+    ) -> None:
+        """steps_per_epoch: if given, the progress bar shows the epoch."""
+        self.enabled = enabled
+        self.steps_per_epoch = steps_per_epoch
+        if not enabled:
+            return
+        self.output_dir = Path(output_dir)
+        self.text = open(self.output_dir / "log.txt", "a", encoding="utf-8")
+        self.last_kept = start_step or -1  # a new run repeats what an earlier one has reported at step 0
+        path = self.output_dir / "log.jsonl"
+        self.reports: list[dict[str, Any]] = []
+        for report in read_reports(path):
+            if report["step"] <= self.last_kept and "interim" not in report:
+                self.reports.append(report)
+        with replaced_file(path, durable=True) as temporary:
+            temporary.write_text("".join(json.dumps(report) + "\n" for report in self.reports))
+        self.json_lines = open(path, "a", encoding="utf-8")
+        self.tensorboard: Any = None  # an EventFile, made with the first report: a start that fails leaves none
+        options: dict[str, Any] = {"dynamic_ncols": True}
+        if terminal_columns(sys.stderr) == 0:  # some terminals report a size of 0 x 0
+            options = {"ncols": 80, "nrows": 24}
+        is_hidden = not sys.stderr.isatty()
+        self.bar = tqdm(total=end_step, initial=start_step, unit="step", file=sys.stderr, disable=is_hidden, **options)
+
+    def start_summary(self, rows: Mapping[str, str]) -> None:
+        """Writes one aligned line per row, such as `batch    4096 = 64 x 8 processes x 8 accumulated`."""
+        width = max(map(len, rows), default=0)
+        for name, value in rows.items():
+            self.info(f"  {name:<{width}}  {value}")
+
+    def info(self, message: str) -> None:
+        if self.enabled:
+            message = printable(message)
+            self._write(message)
+            with redirect_if_broken(sys.stderr):
+                self.bar.clear()
+            print_line(message)
+
+    def write_to_file(self, message: str) -> None:
+        if self.enabled:
+            self._write(printable(message))
+
+    def _write(self, message: str) -> None:
+        self.text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+        self.text.flush()
+
+    def advance(self) -> None:
+        if self.enabled:
+            with redirect_if_broken(sys.stderr):
+                if self.steps_per_epoch:
+                    self.bar.set_description_str(f"epoch {self.bar.n // self.steps_per_epoch}", refresh=False)
+                self.bar.update()
+
+    def report(
+        self, step: int, scalars: Mapping[str, float | None], line: str, postfix: str, interim: bool = False
+    ) -> None:
+        """Writes values at `step`: `scalars` to log.jsonl and TensorBoard, `line` to log.txt, `postfix` to the bar.
+
+        An `interim` report is made at a stop between two regular ones. It is marked, and removed on resume.
+        """
+        if not self.enabled:
+            return
+        report = {"step": step, **scalars}
+        if interim:
+            report["interim"] = True
+        self.reports.append(report)
+        self.json_lines.write(json.dumps(report) + "\n")
+        self.json_lines.flush()
+        if not interim:
+            for name, value in scalars.items():
+                if value is not None:
+                    self._events().add_scalar(name, value, step)
+        if self.bar.disable:
+            self.info(line)
+        else:
+            self._write(line)
+            with redirect_if_broken(sys.stderr):
+                self.bar.set_postfix_str(postfix)
+
+    def _events(self) -> Any:
+        if self.tensorboard is None:
+            self.tensorboard = events.EventFile(self.output_dir / "tensorboard", purge_step=self.last_kept + 1)
+        return self.tensorboard
+
+    def history(self) -> list[dict[str, Any]]:
+        """Returns all reports so far, including those before a resume."""
+        return list(self.reports) if self.enabled else []
+
+    def picture(self, name: str, picture: np.ndarray, step: int) -> None:
+        if self.enabled:
+            self._events().add_picture(name, picture, step)
+
+    def close(self) -> None:
+        if not self.enabled:
+            return
+        with redirect_if_broken(sys.stderr):
+            self.bar.close()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+        self.json_lines.close()
+        self.text.close()
+
+
+@contextmanager
+def redirect_if_broken(stream: TextIO) -> Iterator[None]:
+    """If `stream` cannot be written any more (closed terminal or pipe, full disk), redirects it to /dev/null."""
+    try:
+        yield
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        with suppress(OSError, ValueError):
+            os.dup2(null, stream.fileno())  # its buffer goes there, too
+        os.close(null)
+
+
+def print_line(message: str) -> None:
+    """Prints to stdout, unless that is closed."""
+    with redirect_if_broken(sys.stdout):
+        print(message, flush=True)
+
+
+def terminal_columns(stream: TextIO) -> int:
+    """Returns the width of the terminal behind `stream`, or 0 if it is unknown or there is no terminal."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,525 @@
+"""What both training loops share: micro-batches, learning rates, the optimizer step, reports. It knows no model.
+
+There is no host-device sync except at reports: losses and gradient norms add up on the device, and the device
+decides whether a step is finite. If the loss or the norm of the gradient is not finite, the weights stay as they were.
+Fused AdamW skips the step by itself (torch made this for GradScaler), and so does LARS. All ranks skip alike: a loss
+that is not finite makes its gradient NaN, DDP has averaged the gradients before, and the norm of sharded gradients is
+all-reduced. Ranks exchange one flag in each step, and all that a report needs in one all-reduce.
+"""
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from util.addressed import STEP, addressed_seed
+from util.collectives import all_reduce_sum, rank_and_world_size
+from util.data.transforms import Normalize
+from util.run.processes.distributed import DeviceCopies, Precision, memory_scalars
+from util.run.processes.shard import total_norm
+from util.run.processes.supervise import BACKWARD, BETWEEN, DATA, DEVICE, FORWARD, Stopped, StopSignal, Watchdog
+from util.run.train.logging import RunLog
+from util.run.train.skipping import step_if
+from util.run.train.step_graphs import StepGraphs
+from util.text import duration, rate
+
+SLOW_DATA = 0.1  # warn if more than this share of the time is spent waiting for data
+BUSY_HOST = 0.95  # say so if a host does not wait for its GPU in more than this share of the time: the GPU waits
+HOST_HINT = "larger --batch_size, --compile or --cuda_graph help, and cores that are free"
+MAX_BAD_STEPS = 20  # this many non-finite steps in a row end the run, at the next report
+
+
+class Meter:
+    """Sums on the device over the finite steps, since the last report and since the epoch began.
+
+    Both are [names + 2]: the sum of each loss and of the gradient norm, the number of finite steps, and of all steps.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.names: list[str] = []  # known from the first step on
+        self.since_report = torch.zeros(0, device=device)
+        self.since_epoch = torch.zeros(0, device=device)
+        self.bad_streak = torch.zeros((), device=device)  # non-finite steps in a row
+
+    def add(self, losses: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> None:
+        """Adds the scalar losses and the gradient norm of one step."""
+        if not self.names:
+            self._start([*losses, "grad_norm"])
+        finite = torch.isfinite(grad_norm)
+        one = torch.ones_like(grad_norm)
+        values = torch.where(finite, torch.stack([*losses.values(), grad_norm, one]), 0.0)
+        for sums in (self.since_report, self.since_epoch):
+            sums[:-1] += values
+            sums[-1] += 1
+        self.bad_streak = torch.where(finite, 0.0, self.bad_streak + 1)
+
+    def means(self, sums: Sequence[float]) -> tuple[dict[str, float | None], int]:
+        """Returns (means over ranks and finite steps, number of skipped steps).
+
+        sums: `since_report` or `since_epoch`, averaged over the ranks. A mean is None if no step was finite, or if its
+        sum is not.
+        """
+        *totals, finite, steps = sums
+        means: dict[str, float | None] = {}
+        for name, total in zip(self.names, totals, strict=True):
+            means[name] = None
+            if finite > 0 and math.isfinite(total):
+                means[name] = total / finite
+        return means, round(steps - finite)
+
+    def _start(self, names: list[str]) -> None:
+        self.names = names
+        self.since_report = torch.zeros(len(names) + 2, device=self.device)
+        self.since_epoch = torch.zeros(len(names) + 2, device=self.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All ranks must call it, because each has its own sums."""
+        rank, world_size = rank_and_world_size()
+        own_sums = torch.stack([self.since_report, self.since_epoch])
+        sums = own_sums.new_zeros(world_size, *own_sums.shape)
+        sums[rank] = own_sums
+        return {"names": self.names, "sums": all_reduce_sum(sums).cpu(), "bad_streak": self.bad_streak.cpu()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the sums; if the world size has changed, each rank gets the mean."""
+        rank, world_size = rank_and_world_size()
+        self._start(state["names"])
+        sums = state["sums"]  # of each rank
+        if len(sums) == world_size:
+            own_sums = sums[rank]
+        else:
+            own_sums = sums.mean(dim=0)
+        self.since_report.copy_(own_sums[0])
+        self.since_epoch.copy_(own_sums[1])
+        self.bad_streak.copy_(state["bad_streak"])
+
+
+class Clock:
+    """Measures wall time since the last lap, and how much of it this process has waited for data and for the device."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self.start = time.perf_counter()
+        self.data_seconds = 0.0
+        self.device_seconds = 0.0
+        self.num_steps = 0
+
+    def next(self, batches: Iterator[Any]) -> Any:
+        """Returns `next(batches)` and counts the time it took."""
+        before = time.perf_counter()
+        batch = next(batches)
+        self.data_seconds += time.perf_counter() - before
+        return batch
+
+    def agreed(self, stop: StopSignal, num_asked: torch.Tensor) -> bool:
+        """Returns `stop.agreed(num_asked)`, which waits for the device, and counts the time it took."""
+        before = time.perf_counter()
+        is_agreed = stop.agreed(num_asked)
+        self.device_seconds += time.perf_counter() - before
+        return is_agreed
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.start
+
+    @property
+    def host_seconds(self) -> float:
+        """The time in which this process has not waited, but worked: it gave the device its work."""
+        return self.seconds - self.data_seconds - self.device_seconds
+
+    def lap(self, images_per_step: int) -> dict[str, float]:
+        """Returns the rates since the last lap and starts a new one."""
+        seconds = self.seconds
+        rates = {
+            "seconds_per_step": seconds / self.num_steps,
+            "images_per_s": self.num_steps * images_per_step / seconds,
+        }
+        self.restart()
+        return rates
+
+
+@dataclass(frozen=True)
+class ReportSums:
+    """What the ranks tell each other at a report. The first three are means over the ranks."""
+
+    since_report: list[float]
+    since_epoch: list[float]
+    bad_streak: int
+    data_seconds: list[float]  # of each rank, since the last report
+    host_seconds: list[float]
+    numbers: list[float]  # of the listener, summed over the ranks
+
+
+class ReportListener(Protocol):
+    """What else is done at each report and at the end of the run, by all ranks."""
+
+    def own_numbers(self) -> list[float]:
+        """Returns numbers of this rank. Their sums over all ranks are what `act_at_report` gets."""
+        ...
+
+    def act_at_report(self, numbers: Sequence[float]) -> None:
+        """Does it. The numbers are equal on all ranks, so that these can do the same."""
+        ...
+
+
+@dataclass
+class TrainLoop:
+    """The state of a training loop, apart from model and data.
+
+    parameters: the trained parameters, in the model's order.
+    learning_rate: function (step, lr_scale) that returns the rate of a parameter group with that `lr_scale`.
+    normalize: turns images as stored (uint8, uint16 or float32) into normalised float images on the device.
+    images_per_step: images of one optimizer step over all ranks.
+    last_step: the step after which the run ends.
+    clip_grad: bound on the norm of the whole gradient, or None.
+    data_hint: what to do if loading data is too slow, or "".
+    listener: what else is done at each report.
+    hosts: the host of each rank.
+    measures: functions of a report's values that return further ones.
+    graphs: replays the passes and the update of a step, if --cuda_graph is given.
+    """
+
+    parameters: list[torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    precision: Precision
+    normalize: Normalize
+    learning_rate: Callable[..., float]
+    log: RunLog
+    stop: StopSignal
+    images_per_step: int
+    steps_per_epoch: int
+    last_step: int
+    accum_iter: int = 1
+    clip_grad: float | None = None
+    seed: int = 0
+    print_freq: int = 20
+    data_hint: str = ""
+    listener: ReportListener | None = None
+    hosts: Sequence[str] = ()
+    measures: list[Callable[[dict[str, Any]], dict[str, float]]] = field(default_factory=list)
+    watchdog: Watchdog | None = None
+    graphs: StepGraphs | None = None
+    step: int = 0  # number of optimizer steps done, over all starts of the run
+    losses: dict[str, torch.Tensor] = field(default_factory=dict)  # of the current step, summed over micro-batches
+
+    def __post_init__(self) -> None:
+        self.device = self.normalize.mean.device
+        self.copies = DeviceCopies(self.device)
+        self.num_asked = torch.zeros(1)  # ranks that were asked to stop before the last update, on the device
+        self.meter = Meter(self.device)
+        self.clock = Clock()
+        self.num_reports = 0
+        self.host_hint = HOST_HINT if self.device.type == "cuda" else ""
+        self.has_begun = False
+        self.has_stopped = False  # `should_stop` has been true: the run ends
+        self.first_step = self.step  # of this start
+        self.num_micro = 0  # micro-batches of the current step whose forward pass has begun
+
+    @property
+    def autocast(self) -> Callable[[], AbstractContextManager]:
+        """Context manager for the forward pass."""
+        return self.precision.autocast
+
+    def load_state(self, state: dict[str, Any], step: int, precision_name: str) -> None:
+        """Continues at `step` with the sums and the loss scale of a checkpoint that was trained in a precision."""
+        self.step = step
+        self.first_step = step
+        self.meter.load_state_dict(state["meter"])
+        if precision_name == self.precision.name:
+            self.precision.scaler.load_state_dict(state["scaler"])
+
+    def begin_step(self, step: int) -> None:
+        """Sets the learning rates of optimizer step number `step`, counted from 0 over the whole run."""
+        self.losses = {}
+        self.num_micro = 0
+        if not self.has_begun or step % self.steps_per_epoch == 0:
+            self.clock.restart()  # set-up and evaluation do not count
+        self.has_begun = True
+        for group in self.optimizer.param_groups:
+            self.set_rate(group, self.learning_rate(step, group.get("lr_scale", 1.0)))
+
+    def set_rate(self, group: dict[str, Any], rate: float) -> None:
+        """Sets the learning rate of a parameter group. On a GPU it is a float32, as a graph can hold it."""
+        if torch.is_tensor(group["lr"]):
+            group["lr"].fill_(rate)
+        elif self.device.type == "cuda":
+            group["lr"] = float(np.float32(rate))
+        else:
+            group["lr"] = rate
+
+    def next_batch(self, batches: Iterator[Any], micro: int) -> list[Any]:
+        """Returns the next micro-batch and seeds the random draws that are made with it.
+
+        Tensors go to the device. Numbers that only the host needs, such as sizes, are not tensors and stay.
+        """
+        self.heartbeat(DATA)
+        batch = self.clock.next(batches)
+        self.heartbeat(FORWARD)
+        self.num_micro = micro + 1
+        self.seed_draws(self.step, micro)
+        on_device = []
+        for part in batch:
+            if torch.is_tensor(part):
+                part = self.copies.copy(part)
+            on_device.append(part)
+        return on_device
+
+    def seed_draws(self, step: int, micro: int) -> None:
+        """Seeds the global generators by (seed, step, micro-batch, rank): a resumed run repeats drop path and mixup."""
+        rank, world_size = rank_and_world_size()
+        seed = addressed_seed(STEP, self.seed, step, micro * world_size + rank)
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+
+    def no_sync_before_last(self, model: torch.nn.Module, micro: int) -> AbstractContextManager:
+        """Context of a micro-batch: only the backward pass of a step's last micro-batch all-reduces the gradients."""
+        is_last = micro == self.accum_iter - 1
+        if is_last or not hasattr(model, "no_sync"):
+            return nullcontext()
+        return model.no_sync()
+
+    def run_pass(self, compute: Callable[..., None], model: torch.nn.Module, batch: list[Any], micro: int) -> None:
+        """Runs `compute(model, batch, micro, loop)`, the forward and backward pass of a micro-batch, or its graph."""
+        if self.graphs is None:
+            compute(model, batch, micro, self)
+            return
+        self.graphs.run_pass(compute, model, batch, micro, self)
+        self.heartbeat(BACKWARD)
+
+    def scaled_loss(self, losses: dict[str, torch.Tensor], micro: int) -> torch.Tensor:
+        """Returns the scalar whose `backward()` gives this micro-batch's share of the gradient. Logs `losses`.
+
+        `1 + 0 * total` turns a loss that is not finite into NaN gradients on all ranks, so that all skip the step.
+        """
+        self.heartbeat(BACKWARD)
+        for name, loss in losses.items():
+            share = loss.detach() / self.accum_iter
+            if name in self.losses:
+                self.losses[name] += share
+            else:
+                self.losses[name] = share
+        total: Any = sum(losses.values()) / self.accum_iter
+        return self.precision.scaler.scale(total * (1 + 0 * total.detach()))
+
+    def update_weights(self) -> torch.Tensor:
+        """Steps the optimizer and clears the gradients. Returns the norm of the gradient before clipping."""
+        flag = self.stop.flag()
+        if self.graphs is None:
+            grad_norm, self.num_asked = self._step_optimizer(flag)
+            self.optimizer.zero_grad(set_to_none=True)
+        else:
+            grad_norm, self.num_asked = self.graphs.run_update(self._step_optimizer, flag)
+        return grad_norm
+
+    def _step_optimizer(self, flag: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the norm of the gradient before clipping, and the sum of the ranks' flags."""
+        scaler = self.precision.scaler
+        scaler.unscale_(self.optimizer)
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        grad_norm, num_asked = total_norm(grads, flag)
+        if self.clip_grad is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip_grad, grad_norm)
+        if scaler.is_enabled():  # it has checked every gradient
+            scaler.step(self.optimizer)
+            scaler.update()
+        elif getattr(self.optimizer, "_step_supports_amp_scaling", False):  # fused AdamW and LARS skip by themselves
+            self.optimizer.found_inf = (~grad_norm.isfinite()).float()
+            self.optimizer.step()
+        else:
+            step_if(grad_norm.isfinite(), self.optimizer)
+        return grad_norm, num_asked
+
+    def end_step(self, grad_norm: torch.Tensor) -> None:
+        """Counts the step and reports if it is time."""
+        self.meter.add(self.losses, grad_norm)
+        self.clock.num_steps += 1
+        self.heartbeat(BETWEEN)
+        self.step += 1
+        self.num_micro = 0
+        self.log.advance()
+        if self.watchdog is not None and self.step == self.first_step + 3:
+            self.watchdog.end_first_steps()  # `agreed` after the second one has waited for all processes' first one
+        epoch_ends = self.step % self.steps_per_epoch == 0
+        is_due = self.step % self.print_freq == 0 or epoch_ends
+        if is_due or self.step == self.last_step:
+            self.report(epoch_ends, interim=not is_due)
+
+    def should_stop(self) -> bool:
+        """Whether all ranks have agreed to stop after this step because of a signal."""
+        self.heartbeat(DEVICE)
+        self.has_stopped = self.clock.agreed(self.stop, self.num_asked)
+        self.heartbeat(BETWEEN)
+        return self.has_stopped
+
+    def stop_if_asked(self) -> None:
+        """Raises Stopped on all ranks if one was asked to stop in work between steps.
+
+        All ranks must call it equally often, such as once a batch. Only this call exchanges their flags there.
+        """
+        self.num_asked = all_reduce_sum(self.stop.flag())
+        if self.should_stop():
+            raise Stopped
+
+    def has_ended(self) -> bool:
+        """Whether the last step is done, or all ranks have agreed to stop."""
+        return self.has_stopped or self.step >= self.last_step
+
+    def exchange(self) -> ReportSums:
+        """Sums over the ranks all that a report needs, in one all-reduce, and waits for it. All ranks must call it."""
+        self.heartbeat(DEVICE)
+        rank, world_size = rank_and_world_size()
+        numbers: list[float] = []
+        if self.listener is not None:
+            numbers = self.listener.own_numbers()
+        seconds = torch.zeros(2, world_size)
+        seconds[:, rank] = torch.tensor([self.clock.data_seconds, self.clock.host_seconds])
+        of_host = torch.cat([seconds.flatten(), torch.tensor(numbers)]).to(self.device, non_blocking=True)
+        parts = [self.meter.since_report, self.meter.since_epoch, self.meter.bad_streak.reshape(1), of_host]
+        sums = all_reduce_sum(torch.cat(parts)).cpu()
+        num_sums = len(self.meter.since_report)
+        sizes = [num_sums, num_sums, 1, world_size, world_size, len(numbers)]
+        since_report, since_epoch, bad_streak, data_seconds, host_seconds, numbers_of_all = sums.split(sizes)
+        return ReportSums(
+            since_report=(since_report / world_size).tolist(),
+            since_epoch=(since_epoch / world_size).tolist(),
+            bad_streak=round(bad_streak.item() / world_size),
+            data_seconds=data_seconds.tolist(),
+            host_seconds=host_seconds.tolist(),
+            numbers=numbers_of_all.tolist(),
+        )
+
+    def notify_listener(self, numbers: Sequence[float]) -> None:
+        """Does what else is done at each report and at the end. numbers: see `exchange`. All ranks must call it."""
+        if self.listener is not None:
+            self.listener.act_at_report(numbers)
+
+    def report(self, epoch_ends: bool, interim: bool = False) -> None:
+        """Logs the means since the last report, which waits for the device. FloatingPointError if steps are lost.
+
+        An interim report is made if a run ends between two regular ones. It leaves the meter as it is, so that the
+        regular reports of a resumed run equal those of an undisturbed run.
+        """
+        step = self.step
+        sums = self.exchange()
+        means, skipped = self.meter.means(sums.since_report)
+        if not interim:
+            self.meter.since_report.zero_()
+        self._refuse_lost_steps(sums.bad_streak, are_all_lost=means["grad_norm"] is None)
+        grad_norm = means.pop("grad_norm")
+        scalars: dict[str, Any] = {"epoch": (step - 1) // self.steps_per_epoch, "loss": _total(means)}
+        if len(means) > 1:
+            for name, value in means.items():
+                scalars[f"loss_{name}"] = value
+        scalars["grad_norm"] = grad_norm
+        scalars["lr"] = self.learning_rate(step - 1)
+        scalars["skipped_steps"] = skipped
+        scalars |= self._shares(sums)
+        scalars |= self.clock.lap(self.images_per_step)
+        scalars |= memory_scalars(self.device)
+        for measure in self.measures:
+            scalars |= measure(scalars)
+        if epoch_ends:
+            epoch_means, _ = self.meter.means(sums.since_epoch)
+            self.meter.since_epoch.zero_()
+            del epoch_means["grad_norm"]
+            scalars["epoch_loss"] = _total(epoch_means)
+        line, postfix = self._describe(scalars)
+        self.log.report(step, scalars, line, postfix, interim)
+        self.notify_listener(sums.numbers)
+        self.num_reports += 1
+        if self.num_reports > 1:  # the first one includes the start of the workers
+            self._advise(scalars)
+
+    def _advise(self, scalars: dict[str, Any]) -> None:
+        """Says what steps wait for, data or the host, and what helps. Once each."""
+        data = scalars["data_share"]
+        host = scalars["host_share"]
+        if data > SLOW_DATA:
+            if self.data_hint:
+                loaded = scalars["images_per_s"]
+                rates = f"{rate(loaded)} images/s are loaded, the model takes up to {rate(loaded / (1 - data))}"
+                where = self._place(scalars["data_rank"])
+                warning = f"warning: {data:.0%} of the time{where} is spent waiting for data"
+                self.log.info(f"{warning} ({rates}): {self.data_hint}")
+                self.data_hint = ""
+        elif host + data > BUSY_HOST and self.host_hint:
+            where = self._place(scalars["host_rank"])
+            self.log.info(f"note: the host{where} works {host:.0%} of the time, and its GPU waits: {self.host_hint}")
+            self.host_hint = ""
+
+    def _shares(self, sums: ReportSums) -> dict[str, float]:
+        """Returns the longest wait for data, and the most work of a host, as shares of the time, each with its rank."""
+        shares = {}
+        for name, seconds in (("data", sums.data_seconds), ("host", sums.host_seconds)):
+            slowest = max(range(len(seconds)), key=seconds.__getitem__)
+            share = seconds[slowest] / self.clock.seconds
+            shares[f"{name}_share"] = min(share, 0.99)  # the ranks' clocks do not start at the same moment
+            shares[f"{name}_rank"] = slowest
+        return shares
+
+    def _place(self, rank: int) -> str:
+        """Returns, for example, " on rank 3 (node1)", or "" for a single process."""
+        if len(self.hosts) < 2:
+            return ""
+        return f" on rank {rank} ({self.hosts[rank]})"
+
+    def _refuse_lost_steps(self, bad_streak: int, are_all_lost: bool) -> None:
+        """FloatingPointError after MAX_BAD_STEPS steps in a row that were not finite. For all ranks.
+
+        At the end of the run it is enough if no step since the last report was finite: `are_all_lost`.
+        """
+        is_too_long = bad_streak >= MAX_BAD_STEPS
+        ends_in_it = self.step == self.last_step and bad_streak > 0 and are_all_lost
+        if is_too_long or (ends_in_it and not self._is_backing_off(bad_streak)):
+            raise FloatingPointError(
+                f"the loss or its gradient was not finite in each of the last {bad_streak} steps before step "
+                f"{self.step}, whose updates were skipped: lower the learning rate, or try --precision bf16 or fp32"
+            )
+
+    def _is_backing_off(self, bad_streak: int) -> bool:
+        """Whether fp16's loss scale explains a streak: it is short, and only gradients overflow. For all ranks."""
+        num_bad_losses = torch.stack([~loss.isfinite() for loss in self.losses.values()]).sum()
+        is_short = self.precision.scaler.is_enabled() and bad_streak < MAX_BAD_STEPS // 2
+        return all_reduce_sum(num_bad_losses).item() == 0 and is_short
+
+    def _describe(self, scalars: dict[str, Any]) -> tuple[str, str]:
+        """Returns a report as (line of the log, text beside the progress bar)."""
+        eta = duration((self.last_step - self.step) * scalars["seconds_per_step"])
+        loss = "not finite"
+        if scalars["loss"] is not None:
+            loss = f"{scalars['loss']:.4f}"
+        values = f"loss {loss}, lr {scalars['lr']:.2e}, {rate(scalars['images_per_s'])} images/s"
+        if scalars["skipped_steps"]:
+            values += f", {scalars['skipped_steps']} steps skipped"
+        where = f"epoch {scalars['epoch']}, step {self.step}/{self.last_step}"
+        line = f"{where}: {values}, data {scalars['data_share']:.0%}{self._place(scalars['data_rank'])}, eta {eta}"
+        if "gpu_memory_gb" in scalars:
+            line += f", {scalars['gpu_memory_gb']:.1f} GB"
+        if "mfu" in scalars:
+            line += f", MFU {scalars['mfu']:.0%}"
+        return line, values
+
+    def heartbeat(self, activity: str) -> None:
+        """Tells the watchdog what this process begins to do."""
+        if self.watchdog is not None:
+            self.watchdog.heartbeat(self.step, activity)
+
+
+def _total(means: dict[str, float | None]) -> float | None:
+    """Returns the sum, or None if a mean is None."""
+    total = 0.0
+    for value in means.values():
+        if value is None:
+            return None
+        total += value
+    return total

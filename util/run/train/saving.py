@@ -1,0 +1,332 @@
+"""When a run saves, what it keeps, and how it survives a full disk and values that are not finite.
+
+Training stands still only while rank 0 copies the state to the CPU. A thread writes the copy: it runs no collectives,
+and it does not touch model, optimizer, device and log.
+"""
+
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from util.collectives import all_reduce_sum, run_on_rank0
+from util.data.images import ImageError
+from util.data.loader import LoaderError
+from util.run.files import checkpoint, search
+from util.run.files.lock import FolderLock
+from util.run.files.record import CheckpointInfo
+from util.run.files.reports import write_progress
+from util.run.processes import shard
+from util.run.processes.supervise import SAVING
+from util.run.start.folder import Start
+from util.run.start.plan import RunSchedule
+from util.run.train.loop import TrainLoop
+
+UNSAVED_SECONDS = 60.0  # of training that may be lost if the process is killed in work between steps
+MAX_FAILURES = 3  # this many saves in a row that fail end the run
+PULSE = 1.0  # seconds between two looks at a write that is waited for
+
+
+class FolderLost(OSError):
+    """The output folder was deleted, moved or unmounted while the run went on."""
+
+
+@dataclass
+class Write:
+    """A write of the thread. file: what it writes. needed_steps: the saved steps, once it is complete."""
+
+    file: str
+    needed_steps: list[int]
+    outcome: Future[str]  # a warning for the log, or ""; OSError if the write fails
+
+
+@dataclass
+class CheckpointSaver:
+    """Context manager: writes the checkpoints of a run and prunes those that are not needed any more.
+
+    A checkpoint counts as good once a later step had a finite loss: an update can ruin weights that stay finite. While
+    steps are skipped, the weights do not change and nothing is saved. The newest good checkpoint is never pruned, and
+    neither is any after it.
+
+    save_minutes, save_steps: a save is due so often, and whenever a checkpoint is to be kept for good; 0: never.
+    """
+
+    start: Start
+    info: CheckpointInfo
+    model: torch.nn.Module
+    loop: TrainLoop
+    schedule: RunSchedule
+    save_minutes: float = 0.0
+    save_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.output_dir = self.start.output_dir
+        self.first_step = self.loop.step
+        self.saved_steps = [self.first_step]  # resumed from, or written since; older ones may be pruned
+        self.copies = shard.HostCopies(self.loop.device)
+        self.thread = ThreadPoolExecutor(max_workers=1)
+        self.writing: Write | None = None  # on rank 0, until `join` has seen how it ended
+        self.began = time.monotonic()  # the last save
+        self.moved = self.began  # the thread has written something
+        self.has_checkpoint = self.start.continues_here
+        self.num_failures = 0  # saves in a row
+
+    def is_due(self) -> bool:
+        """Whether the current step is to be saved, whatever the time. A function of step and flags alone."""
+        return self.is_kept(self.loop.step) or (self.save_steps > 0 and self.loop.step % self.save_steps == 0)
+
+    def is_kept(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is kept for good. That of the end of the schedule always is."""
+        return step % self.schedule.keep_every == 0 or step == self.schedule.num_steps
+
+    def is_time(self) -> bool:
+        """Whether `save_minutes` have passed since the last save, and no write is in flight. For rank 0.
+
+        It also reports a write that has failed since. It is time, too, if that was the first one, and if a write does
+        not get on: then `save` waits for it, and so does the watchdog.
+        """
+        if not self.save_minutes:
+            return False
+        if self.writing is not None and not self.writing.outcome.done():
+            return self.loop.watchdog is not None and time.monotonic() - self.moved > self.loop.watchdog.timeout
+        self.join()
+        if self.num_failures > 0 and not self.has_checkpoint:
+            return True
+        return time.monotonic() - self.began >= 60 * self.save_minutes
+
+    def is_last_try(self) -> bool:
+        """Whether the run ends if one more save fails. For rank 0."""
+        return self.num_failures > 0 and (not self.has_checkpoint or self.num_failures + 1 >= MAX_FAILURES)
+
+    def is_behind(self) -> bool:
+        """Whether training of more than UNSAVED_SECONDS is not saved, nor being saved. For rank 0."""
+        step = self.loop.step
+        if self.is_saved(step) or self.is_being_saved(step):
+            return False
+        return time.monotonic() - self.began > UNSAVED_SECONDS
+
+    def save(self, final: bool = False) -> None:
+        """Saves the current step, unless its weights are saved already. All ranks must call it.
+
+        It waits for the write before it, so that there never is more than one copy. The `final` one is complete when
+        this returns on any rank: if one ended before, its launcher would soon kill rank 0, which writes. At the end of
+        the run the weights are saved again, as the last step.
+
+        If the save is not final, a full disk costs a warning only, unless MAX_FAILURES in a row have failed, or two
+        before there is any checkpoint: then the run ends by OSError. FloatingPointError if the weights are not finite.
+        FolderLost if the folder was deleted: it is made again for this step, and the run ends, since its log is lost.
+        """
+        loop = self.loop
+        step = loop.step
+        if step == loop.last_step:
+            changed_at = step
+        else:
+            changed_at = self.step_of_weights()
+        if not final and run_on_rank0(lambda: self.is_being_saved(changed_at)):
+            return
+        self.finish()
+        if run_on_rank0(lambda: self.is_saved(changed_at)):
+            return
+        # Buffers, too: one batch that is not finite ruins the running statistics of a BatchNorm for good.
+        if all_reduce_sum(shard.count_bad(self.model.state_dict().values())) > 0:
+            raise FloatingPointError(f"the weights are not finite after step {step} and were not saved")
+        is_new_folder = run_on_rank0(self.make_lost_folder)
+        must_succeed = final or is_new_folder or run_on_rank0(self.is_last_try)
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": loop.optimizer.state_dict(),
+            "scaler": loop.precision.scaler.state_dict(),
+            "meter": loop.meter.state_dict(),
+        }
+        self.began = time.monotonic()
+        copy = self.copies.take(state, keep=self.start.process.is_main)
+        run_on_rank0(lambda: self.begin_write(step, copy))
+        if must_succeed:
+            with self.waiting():
+                run_on_rank0(lambda: self.join(required=True))
+        if is_new_folder:
+            raise FolderLost(f"{str(self.output_dir)!r} was deleted while the run went on; step {step} is saved there")
+
+    def save_best(self, info: CheckpointInfo) -> None:
+        """Saves the current weights alone, as checkpoint-best.pth. All ranks must call it. info: what it says."""
+        self.finish()  # the write before it reads the memory of the copy
+        copy = self.copies.take({"model": self.model.state_dict()}, keep=self.start.process.is_main)
+        run_on_rank0(lambda: self.begin_write_of_best(copy, info))
+
+    def make_lost_folder(self) -> bool:
+        """Makes the output folder again if it was deleted, and says so. FolderInUse if another run has it now.
+
+        FolderLost if it was moved or unmounted: nothing is written where it was. Of a folder that is still there the
+        lock alone is made again.
+        """
+        lock = self.start.lock
+        if lock is None or not lock.is_lost():
+            return False
+        if lock.has_folder():
+            lock.take_again()
+            self.loop.log.info(f"warning: {str(lock.path)!r} was deleted while the run goes on, and is made again")
+            return False
+        if not lock.is_deleted():
+            raise FolderLost(
+                f"{str(self.output_dir)!r} is not the folder any more in which the run began: it was moved, or its "
+                "file system unmounted; nothing was saved; bring it back"
+            )
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        FolderLock(self.output_dir)
+        return True
+
+    def is_being_saved(self, step: int) -> bool:
+        """Whether rank 0 writes the weights of `step` now."""
+        if self.writing is None or self.writing.outcome.done():
+            return False
+        return self.writing.file == checkpoint.file_name(step)
+
+    def is_saved(self, step: int) -> bool:
+        """Whether rank 0 has written the weights of `step`."""
+        return step <= self.saved_steps[-1]
+
+    def begin_write(self, step: int, state: Mapping[str, Any]) -> None:
+        """Lets the thread write `state` as the checkpoint of `step`, and prune older ones. For rank 0."""
+        info = self.info.at_step(step, self.schedule.steps_per_epoch)
+        needed_steps = [*self.steps_since_newest_good(), step]
+        outcome = self.thread.submit(self.write_and_prune, step, state, info, needed_steps)
+        self.moved = time.monotonic()
+        self.writing = Write(checkpoint.file_name(step), needed_steps, outcome)
+
+    def begin_write_of_best(self, state: Mapping[str, Any], info: CheckpointInfo) -> None:
+        """Lets the thread write `state` as checkpoint-best.pth. For rank 0."""
+        outcome = self.thread.submit(self.write_best, state, info)
+        self.moved = time.monotonic()
+        self.writing = Write(checkpoint.file_name("best"), self.saved_steps, outcome)
+
+    def steps_since_newest_good(self) -> list[int]:
+        """Returns the saved steps from the newest good one on, or all if none is good."""
+        step_of_weights = self.step_of_weights()
+        good = [step for step in self.saved_steps if step < step_of_weights]  # a finite step has followed these
+        if not good:
+            return self.saved_steps
+        return [step for step in self.saved_steps if step >= good[-1]]
+
+    def write_and_prune(
+        self, step: int, state: Mapping[str, Any], info: CheckpointInfo, needed_steps: Sequence[int]
+    ) -> str:
+        """For the thread. Returns a warning for the log, or "". OSError if the write fails."""
+        checkpoint.save_checkpoint(self.output_dir, step, state, info.to_json(), self.is_kept(step), self.note_progress)
+        write_progress(self.output_dir, step)
+        try:
+            checkpoint.prune_checkpoints(self.output_dir, needed_steps)
+        except OSError as error:
+            return f"warning: older checkpoints could not be removed ({error})"
+        return ""
+
+    def write_best(self, state: Mapping[str, Any], info: CheckpointInfo) -> str:
+        """For the thread. Returns "", since nothing is pruned. OSError if the write fails."""
+        checkpoint.save_checkpoint(self.output_dir, "best", state, info.to_json(), False, self.note_progress)
+        return ""
+
+    def note_progress(self) -> None:
+        """For the thread, which has written something."""
+        self.moved = time.monotonic()
+
+    def join(self, required: bool = False) -> None:
+        """Waits on this rank until the write in flight is complete. If it has failed, logs or raises its error."""
+        if self.writing is None:
+            return
+        writing = self.writing
+        self.wait_for(writing.outcome)
+        self.writing = None
+        try:
+            warning = writing.outcome.result()
+        except OSError as error:
+            self.num_failures += 1
+            if required:
+                raise self.describe_failure(writing.file, error) from error
+            warning = f"warning: {writing.file} could not be written ({error}); training goes on"
+        else:
+            self.saved_steps = writing.needed_steps
+            self.has_checkpoint = self.has_checkpoint or writing.file != checkpoint.file_name("best")
+            self.num_failures = 0
+        if warning:
+            self.loop.log.info(warning)
+
+    def wait_for(self, outcome: Future[str]) -> None:
+        """Waits until the thread is ready. The watchdog hears of each piece that it has written meanwhile."""
+        moved = self.moved
+        while not outcome.done():
+            wait([outcome], timeout=PULSE)
+            if self.moved != moved and self.loop.watchdog is not None:
+                self.loop.watchdog.heartbeat(self.loop.step, SAVING)
+            moved = self.moved
+
+    def describe_failure(self, file: str, error: OSError) -> OSError:
+        """Returns the error of a write that ends the run, which says what is lost."""
+        lost = "no step of this run is saved"
+        if self.has_checkpoint:
+            lost = f"the steps after step {self.saved_steps[-1]} are not saved"
+        times = ""
+        if self.num_failures > 1:
+            times = f"{self.num_failures} saves in a row have failed: "
+        message = f"{times}{file} could not be written ({error.strerror or error}), and {lost}"
+        if isinstance(error, PermissionError):  # with the file, whose owner is named
+            return PermissionError(error.errno, message, error.filename)
+        return OSError(message)
+
+    def finish(self) -> None:
+        """Waits on all ranks, which must call it, until the write in flight is complete."""
+        with self.waiting():
+            run_on_rank0(self.join)
+
+    def waiting(self) -> AbstractContextManager:
+        """Context of waiting for a write, so that the watchdog does not end it."""
+        if self.loop.watchdog is None:
+            return nullcontext()
+        return self.loop.watchdog.saving()
+
+    def __enter__(self) -> "CheckpointSaver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Waits for the write in flight. If the data of a single process has failed, its whole steps are saved first.
+
+        Of several processes only one may have failed, and a save needs all. All ranks have raised a FloatingPointError,
+        so they wait for rank 0.
+        """
+        is_data_lost = kind is not None and issubclass(kind, (LoaderError, ImageError))
+        if is_data_lost and self.start.process.world_size == 1 and self.is_at_whole_step():
+            self.save(final=True)
+        if kind is FloatingPointError:
+            self.finish()
+        with self.waiting():
+            self.join()
+        self.thread.shutdown()
+
+    def is_at_whole_step(self) -> bool:
+        """Whether the model is as the last step left it. Micro-batches change its running statistics alone."""
+        has_statistics = any(isinstance(module, _BatchNorm) for module in self.model.modules())
+        return self.loop.num_micro == 0 or not has_statistics
+
+    def step_of_weights(self) -> int:
+        """Returns the step that made the current weights: the last finite one. It waits for the device."""
+        return self.loop.step - int(self.loop.meter.bad_streak)
+
+    def advice(self, error: Exception) -> str:
+        """Returns how to go on after `error` has ended the training, to be added to its message."""
+        if isinstance(error, OSError):  # rank 0 may still write the first checkpoint
+            return "; the same command goes on from the newest checkpoint, if there is one"
+        if not isinstance(error, FloatingPointError):
+            return ""
+        # A finite step has followed these: the last one, after which the weights have not changed any more.
+        finished = search.list_finished(self.output_dir)
+        good = [path for path in finished if search.step_of(path) < self.step_of_weights()]
+        if not good:
+            return ". No checkpoint of this run has a finite loss: start again in another --output_dir"
+        return (
+            f". The last checkpoint with a finite loss is {str(good[-1])!r}. To go on from it with other settings, "
+            f"give another --output_dir, --resume {shlex.quote(str(good[-1]))} and --allow_changes"
+        )

@@ -1,0 +1,309 @@
+"""The training of a run: its steps, its saves, what comes between the steps, and its end.
+
+The order of events is the same for all programs: the steps of an epoch, then a checkpoint if one is due, then what
+comes between steps (`BetweenSteps`), in the order of its list.
+"""
+
+import gc
+import json
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from util import collectives
+from util.cores import cores_per_process
+from util.data.datasets import AddressedDataset
+from util.data.loader import BadImages, TooManyBadImages
+from util.data.open import data_hint
+from util.data.transforms import Normalize
+from util.run.files import search
+from util.run.files.record import CheckpointInfo
+from util.run.files.reports import set_aside_earlier_run, write_json
+from util.run.processes.distributed import precision
+from util.run.processes.supervise import BETWEEN, Stopped, StopSignal
+from util.run.start.plan import RunSchedule
+from util.run.train.bad_step import save_bad_step
+from util.run.train.ending import end_after_signal, finish_run, refuse_training_error
+from util.run.train.loader import Batches, BatchSource
+from util.run.train.logging import RunLog
+from util.run.train.loop import TrainLoop
+from util.run.train.profile import Profile
+from util.run.train.saving import CheckpointSaver
+from util.run.train.step_graphs import StepGraphs
+from util.run.train.wrap import wrap_model
+from util.text import count_of
+
+if TYPE_CHECKING:
+    from util.run.start.run import Run
+
+TrainSteps = Callable[[nn.Module, Iterator[Any], range, TrainLoop], None]  # an engine's `train_one_epoch`
+
+
+class BetweenSteps(Protocol):
+    """Work between two steps: an evaluation, a picture, new attention maps.
+
+    A run asks at its start and at each pause, such as the end of an epoch: what is due and not done runs, on all ranks.
+    Work that a signal or a kill has prevented is therefore done by the next start.
+    """
+
+    def is_due(self) -> bool:
+        """Whether the current step asks for it. A function of step and flags alone, so all ranks agree."""
+        ...
+
+    def is_done(self) -> bool:
+        """Whether an earlier start has done it at this step. Only rank 0 is asked, and its answer holds for all."""
+        ...
+
+    def perform(self) -> None:
+        """Does it. All ranks call it.
+
+        If it takes longer than a moment, it calls `loop.stop_if_asked`, which ends it by an exception. Nothing is to be
+        written or changed before it is complete.
+        """
+        ...
+
+
+class Training:
+    """A run whose model is there: its log, loop and saver.
+
+    info: what the checkpoints say, at the first step. wrapped: the model as training calls it: compiled, sharded or in
+    DDP.
+    """
+
+    def __init__(
+        self,
+        run: "Run",
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dataset: AddressedDataset,
+        schedule: RunSchedule,
+        info: CheckpointInfo,
+        state: dict[str, Any] | None,
+        captures_steps: bool,
+    ) -> None:
+        """Opens the log and wraps the model. state: of the checkpoint that is resumed, see `Checkpoint.training`."""
+        args = run.args
+        plan = run.plan
+        process = run.process
+        self.run = run
+        self.args = args
+        self.plan = plan
+        self.process = process
+        self.start = run.start
+        self.output_dir = run.output_dir
+        self.encoder = run.encoder
+        self.model = model
+        self.images = dataset.images
+        self.schedule = schedule
+        self.info = info
+        last_step = schedule.num_steps
+        if args.max_steps is not None:
+            last_step = min(last_step, args.max_steps)
+        if not run.start.continues_here:
+            run.note(*collectives.run_on_rank0(lambda: set_aside_earlier_run(run.output_dir)))
+        self.log = RunLog(run.output_dir, run.first_step, last_step, process.is_main, schedule.steps_per_epoch)
+        self.wrapped = wrap_model(model, optimizer, args, plan, process, run.note)
+        self.watchdog = run.watchdog
+        self.stop = StopSignal(process.device)
+        self.bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info)
+        cores = cores_per_process(process.local_world_size)
+        graphs: StepGraphs | None = None
+        if captures_steps:
+            graphs = StepGraphs(optimizer, process.device)
+        normalize = Normalize(info.settings["mean"], info.settings["std"], self.images.pixel_format)
+        self.loop = TrainLoop(
+            parameters=[p for p in self.wrapped.parameters() if p.requires_grad],
+            optimizer=optimizer,
+            precision=precision(plan.precision, process.device),
+            normalize=normalize.to(process.device),
+            learning_rate=schedule.learning_rate,
+            log=self.log,
+            images_per_step=plan.total_batch_size,
+            steps_per_epoch=schedule.steps_per_epoch,
+            last_step=last_step,
+            accum_iter=plan.accum_iter,
+            clip_grad=args.clip_grad,
+            seed=args.seed,
+            print_freq=args.print_freq,
+            data_hint=data_hint(self.images, plan.num_workers, cores, plan.device),
+            watchdog=self.watchdog,
+            stop=self.stop,
+            graphs=graphs,
+            listener=self,
+            hosts=collectives.gather_objects(socket.gethostname()),
+        )
+        if run.resumed is not None and state is not None:
+            self.loop.load_state(state, run.first_step, run.resumed.settings["precision"])
+        self.saver = CheckpointSaver(
+            run.start, info, model, self.loop, schedule, save_minutes=args.save_minutes, save_steps=args.save_steps
+        )
+        self.has_bad_step = False  # and its file is written
+        self.profile = Profile(args.profile, last_step, process, run.output_dir, self.log)
+
+    def note(self, *notes: str) -> None:
+        """Writes notes to the log."""
+        for note in notes:
+            self.log.info(note)
+
+    def announce(self, rows: dict[str, str]) -> None:
+        """Writes settings.json, the summary, and all notes so far. rows: of the summary, about model and data."""
+        plan = self.plan
+        origin = self.start.origin
+        settings = self.info.settings
+        processes = count_of(self.process.world_size, "process")
+        if self.process.is_main:
+            write_json(self.output_dir / "settings.json", settings)
+        common = {
+            "batch": f"{plan.total_batch_size} = {plan.batch_size} x {processes} x {plan.accum_iter} accumulated",
+            "schedule": self.schedule.summary,
+            "device": f"{processes} on {plan.device} in {plan.precision}",
+            "code": origin.code,
+            "command": f"{origin.command} on {', '.join(origin.hosts)}",
+            "output": str(self.output_dir),
+        }
+        self.log.start_summary({**rows, **common})
+        self.log.write_to_file(json.dumps(settings))
+        self.note(*self.run.notes, *self.images.notes)
+        if plan.device == "cuda" and torch.cuda.device_count() > 1 and self.process.world_size == 1:
+            self.note(f"note: 1 of {torch.cuda.device_count()} GPUs is used; torchrun --nproc_per_node uses more")
+        if plan.compile:
+            self.note("note: the first step compiles the model, and nothing is reported before (--no-compile)")
+
+    def train(
+        self,
+        train_steps: TrainSteps,
+        loader: BatchSource,
+        between: Sequence[BetweenSteps] = (),
+        summary: Callable[[], Sequence[str]] = tuple,
+    ) -> bool:
+        """Trains to the last step. Returns False if a signal stopped the run before.
+
+        train_steps: `train_steps(wrapped model, batches, steps, loop)` makes these steps; it returns earlier if
+        `loop.should_stop()`. summary: returns the first lines of what is printed at the end.
+        """
+        loop = self.loop
+        with closing(loader.open(range(loop.step, loop.last_step))) as batches:
+            self.run.set_up.end()
+            gc.freeze()  # garbage collection skips what exists now: of many ranks, some rank would always be in it
+            try:
+                return self._train(train_steps, batches, between, summary)
+            except Exception as error:
+                if isinstance(error, FloatingPointError):
+                    save_bad_step(self.saver)
+                refuse_training_error(self.run.parser, error, self.saver, self.plan.batch_size)
+            finally:
+                gc.unfreeze()
+
+    def _train(
+        self,
+        train_steps: TrainSteps,
+        batches: Batches,
+        between: Sequence[BetweenSteps],
+        summary: Callable[[], Sequence[str]],
+    ) -> bool:
+        loop = self.loop
+        with self.watchdog.training(), self.stop, self.saver, self.profile:
+            # An earlier start may have been stopped or killed before it did what was due at its last step.
+            all_done = self._run_due(between)
+            while not loop.has_ended():
+                steps = self.profile.cut(self._steps_to_next_pause())
+                with self.profile.trace(steps):
+                    train_steps(self.wrapped, batches, steps, loop)
+                if loop.has_ended():
+                    self.saver.save(final=True)
+                elif self.saver.is_due():
+                    self.saver.save()
+                all_done = self._run_due(between)
+            # If a signal came while work was done between steps, the current step is not saved yet.
+            self.saver.save(final=True)
+            if loop.step < loop.last_step or not all_done:
+                end_after_signal(loop, self.stop)
+                return False
+            finish_run(loop, self.stop, "\n".join([*summary(), *self.closing_lines()]))
+        return True
+
+    def _run_due(self, between: Sequence[BetweenSteps]) -> bool:
+        """Runs what is due and not done, until the run is to stop. Returns whether nothing is left.
+
+        All ranks run the same: `is_due` is equal on all, rank 0 says what is done.
+        """
+        for work in between:
+            if not work.is_due() or collectives.run_on_rank0(work.is_done):
+                continue
+            if self.loop.has_stopped:
+                return False
+            self.heartbeat()  # from now on it is watched, also before the first step of a start
+            if collectives.run_on_rank0(self.saver.is_behind):
+                self.saver.save()
+            try:
+                with self.watchdog.first_time(type(work)):
+                    self.loop.stop_if_asked()
+                    work.perform()
+            except Stopped:
+                return False
+            self.loop.clock.restart()  # it does not count as training
+        return True
+
+    def _steps_to_next_pause(self) -> range:
+        """Returns the steps up to the next one that may ask for a checkpoint or for work between steps."""
+        step = self.loop.step
+        end = self.loop.last_step
+        for period in (*self.schedule.pauses, self.args.save_steps):
+            if period:
+                end = min(end, (step // period + 1) * period)
+        return range(step, end)
+
+    def own_numbers(self) -> list[float]:
+        """Returns the number of bad images, and 1 on rank 0 if it is time to save. See `ReportListener`."""
+        is_time = self.process.is_main and self.saver.is_time()
+        return [self.bad_images.count(), float(is_time)]
+
+    def act_at_report(self, numbers: Sequence[float]) -> None:
+        """Saves if it is time, also before an error of the data ends the run on all ranks: all steps are good."""
+        num_bad, is_time = numbers
+        try:
+            self.bad_images.report(round(num_bad))
+        except (TooManyBadImages, OSError):
+            self.saver.save()
+            self.saver.finish()
+            raise
+        if is_time:
+            self.saver.save()
+        if not self.has_bad_step and not self.loop.precision.scaler.is_enabled():  # a scaler tries steps out
+            self.has_bad_step = save_bad_step(self.saver)
+
+    def ends_epoch(self, every: int) -> bool:
+        """Whether the current step ends an epoch whose number is a multiple of `every`, or the whole schedule.
+
+        Epochs count from 1 here; step 0 counts as the end of epoch 0. every 0: never.
+        """
+        epoch, rest = divmod(self.loop.step, self.loop.steps_per_epoch)
+        return every > 0 and rest == 0 and (epoch % every == 0 or self.loop.step == self.schedule.num_steps)
+
+    def heartbeat(self) -> None:
+        """Tells the watchdog that this process works, for example once per image of an evaluation."""
+        self.watchdog.heartbeat(self.loop.step - 1, BETWEEN)
+
+    def progress(self) -> str:
+        """Returns, for example, "for 100 steps on 24 images", and how to go on if --max_steps ended the run early."""
+        step = self.loop.step
+        total = self.schedule.num_steps
+        images = count_of(len(self.images), "image")
+        if step >= total:
+            return f"for {count_of(step, 'step')} on {images}"
+        return f"for {count_of(step, 'step')} of {total} on {images}; the same command without --max_steps goes on"
+
+    def closing_lines(self) -> list[str]:
+        """Returns where the newest checkpoint and TensorBoard's files are."""
+        lines = []
+        finished = []
+        if self.process.is_main:  # the hash is not computed: this run has just written it
+            finished = search.list_finished(self.output_dir)
+        if finished:
+            lines.append(f"  checkpoint   {finished[-1]}")
+        lines.append(f"  TensorBoard  tensorboard --logdir {self.output_dir / 'tensorboard'}")
+        return lines
