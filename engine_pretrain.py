@@ -1,16 +1,18 @@
 """The training loop of pre-training. It knows batches, losses and steps, but no framework."""
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from util.run.train.loop import TrainLoop
+if TYPE_CHECKING:
+    from util.run.train.loop import TrainLoop
 
 Batch = Sequence[torch.Tensor]  # what `MaskCollator` makes
 
 
-def forward_backward(model: nn.Module, batch: list[torch.Tensor], micro: int, loop: TrainLoop) -> None:
+def forward_backward(model: nn.Module, batch: list[torch.Tensor], micro: int, loop: "TrainLoop") -> None:
     """Computes the losses of micro-batch number `micro` of a step, and adds its share of the gradient."""
     imgs, _, *orders = batch
     batch.clear()
@@ -21,7 +23,7 @@ def forward_backward(model: nn.Module, batch: list[torch.Tensor], micro: int, lo
         loop.scaled_loss(losses, micro).backward()
 
 
-def train_one_epoch(model: nn.Module, batches: Iterator[Batch], steps: range, loop: TrainLoop) -> None:
+def train_one_epoch(model: nn.Module, batches: Iterator[Batch], steps: range, loop: "TrainLoop") -> None:
     """Makes the optimizer steps `steps`, which belong to one epoch. A signal ends them earlier.
 
     model: a framework, `model(imgs, ids_shuffle, *groupings) -> {name: scalar loss}`, or a wrapper of one.
@@ -40,7 +42,7 @@ def train_one_epoch(model: nn.Module, batches: Iterator[Batch], steps: range, lo
             return
 
 
-def compile_shapes(model: nn.Module, batch: Batch, loop: TrainLoop) -> None:
+def compile_shapes(model: nn.Module, batch: Batch, loop: "TrainLoop") -> None:
     """Runs forward and backward on a batch, so that its shapes are compiled and fit. Weights stay as they are."""
     model.train()
     last = loop.accum_iter - 1  # whose backward pass reduces the gradients

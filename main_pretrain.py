@@ -521,7 +521,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
 
         schedule = schedule_by_epochs(parser, args, run.plan, loader.steps_per_epoch)
         facts = describe_model(model, statistics)
-        training = run.begin_training(model, optimizer, dataset, schedule, facts, captures_steps=args.cuda_graph)
+        training = Training.begin(run, model, optimizer, dataset, schedule, facts, captures_steps=args.cuda_graph)
         training.announce(summary_rows(args, model, images))
         # An image costs the same in all steps, unless images grow, or attention maps change the token counts.
         if not args.grow_size and args.sampling != "attention":

@@ -42,6 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     "downstream": {"util", *MODELS, "engine_finetune"},
 }
 
+# The rooms of util/run, from the lowest one. A file knows its own room and those before it; "": cli.py.
+ROOMS = ("", "processes", "files", "start", "train")
 # A folder in util -> what else of util it may import. The files beside the folders are leaves.
 ALLOWED_IN_UTIL = {
     "": set(),
@@ -90,7 +92,8 @@ def test_recipes_import_nothing():
 def test_data_knows_no_run_and_a_run_no_evaluation(folder):
     names = {path.parent.name for path in (ROOT / "util").glob("*/__init__.py")}
     assert names | {""} == ALLOWED_IN_UTIL.keys()
-    for path in (ROOT / "util" / folder).glob("*.py"):
+    files = (ROOT / "util").glob("*.py") if folder == "" else (ROOT / "util" / folder).rglob("*.py")
+    for path in files:
         others = set()
         for module in imports(path):
             if module.startswith("util."):
@@ -100,6 +103,20 @@ def test_data_knows_no_run_and_a_run_no_evaluation(folder):
                 others.add(name)
         others.discard(folder)
         assert others <= ALLOWED_IN_UTIL[folder], path
+
+
+def test_the_rooms_of_a_run_know_only_those_before_them():
+    """Also for types: what names a type of a later room is in the wrong one."""
+    run = ROOT / "util" / "run"
+    assert {path.parent.name for path in run.glob("*/__init__.py")} | {""} == set(ROOMS)
+    for number, room in enumerate(ROOMS):
+        for path in (run / room).glob("*.py"):
+            used = set()
+            for module in imports(path):
+                if module.startswith("util.run."):
+                    first = module.split(".")[2]
+                    used.add(first if first in ROOMS else "")
+            assert used <= set(ROOMS[: number + 1]), path
 
 
 def test_no_framework_imports_another_but_those_built_on_mae():

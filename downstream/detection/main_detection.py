@@ -37,6 +37,7 @@ from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_
 from util.run.start.plan import Plan, check_same
 from util.run.start.run import Run, RunFacts
 from util.run.train.loader import TrainLoader
+from util.run.train.training import Training
 from util.text import count_of, shorten
 
 PROGRAM = "main_detection.py"
@@ -261,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         pretrain_size = model.backbone.grid_size[0] * model.patch_size
         settings = {**chosen, "patch_size": model.patch_size, "pretrain_size": pretrain_size}
         facts = RunFacts(statistics, settings, val_images)
-        training = run.begin_training(model, optimizer, dataset, schedule, facts)
+        training = Training.begin(run, model, optimizer, dataset, schedule, facts)
         training.announce(summary_rows(args, model, masks, images, val_images))
 
         evaluate_val = partial(evaluate, model, val_images, val_masks, args.num_pictures)

@@ -52,6 +52,7 @@ from util.run.files.record import CheckpointInfo
 from util.run.start.plan import Plan, check_same
 from util.run.start.run import Run, RunFacts
 from util.run.train.loader import TrainLoader
+from util.run.train.training import Training
 from util.text import count_of
 
 timm_optim = LazyModule("timm.optim")
@@ -289,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         schedule = schedule_by_iterations(parser, args, run.plan, loader.steps_per_epoch, rate)
         settings = {"patch_size": model.patch_size}
         facts = RunFacts(statistics, settings, val_images, classes.names, classes.colors.tolist())
-        training = run.begin_training(model, optimizer, dataset, schedule, facts)
+        training = Training.begin(run, model, optimizer, dataset, schedule, facts)
         training.announce(summary_rows(args, model, images, val_images))
 
         view = SlideView(args.image_scale, args.stride)

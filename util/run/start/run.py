@@ -2,7 +2,7 @@
 
 with Run.begin(PROGRAM, parser, args, argv) as run:  # flags, processes, folder, what the run was before
     images, model, optimizer, loader = ...
-    training = run.begin_training(model, optimizer, dataset, schedule, facts)  # restores; wraps; log, loop, saver
+    training = Training.begin(run, model, optimizer, dataset, schedule, facts)  # restores; wraps; log, loop, saver
     return training.train(train_one_epoch, loader, [evaluator])        # steps, saves, signals, the end
 """
 
@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from util import collectives
-from util.data.datasets import AddressedDataset
 from util.data.images import Images
 from util.data.invalid_pixels import InvalidPixels
 from util.data.open import data_settings
@@ -41,7 +40,6 @@ from util.run.start.resume import (
     restore,
 )
 from util.run.start.space import check_space, checkpoint_bytes
-from util.run.train.training import Training
 
 
 @dataclass(frozen=True)
@@ -182,26 +180,25 @@ class Run:
         self.watchdog.begin_phase("model")
         return statistics
 
-    def begin_training(
+    def restore(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        dataset: AddressedDataset,
+        images: Images,
         schedule: RunSchedule,
         facts: RunFacts,
-        captures_steps: bool = False,
-    ) -> Training:
-        """Returns what trains the model, after it has restored model and optimizer if there is a checkpoint.
+    ) -> tuple[CheckpointInfo, dict[str, Any] | None]:
+        """Restores model and optimizer if there is a checkpoint.
 
-        captures_steps: launch steps as CUDA graphs.
-        ValueError if flags or data have changed in a way that changes the results, unless --allow_changes.
+        Returns (what a checkpoint of now would say, the rest of the checkpoint's state of training). ValueError if
+        flags or data have changed in a way that changes the results, unless --allow_changes.
         """
         self.watchdog.begin_phase("checkpoint")
         collectives.refuse_differences(facts.files, "model")
         stored = None if self.resumed is None else self.resumed.settings.get("compile")
         compiles = decide_compilation(self.plan, stored, schedule.num_steps)
         self.plan = replace(self.plan, compile=compiles)
-        info = self.describe(dataset.images, optimizer, schedule, facts)
+        info = self.describe(images, optimizer, schedule, facts)
         num_bytes = checkpoint_bytes(model, optimizer)
         self.note(*collectives.run_on_rank0(lambda: check_space(self.start, schedule, self.first_step, num_bytes)))
         state: dict[str, Any] | None = None
@@ -210,7 +207,7 @@ class Run:
         elif self.encoder is not None:
             self.note(*self.encoder.notes_on_optimizer(type(optimizer).__name__))
         self.watchdog.begin_phase("training")
-        return Training(self, model, optimizer, dataset, schedule, info, state, captures_steps)
+        return info, state
 
     def describe(
         self, images: Any, optimizer: torch.optim.Optimizer, schedule: RunSchedule, facts: RunFacts

@@ -9,7 +9,7 @@ import json
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from util.run.files.reports import set_aside_earlier_run, write_json
 from util.run.processes.distributed import precision
 from util.run.processes.supervise import BETWEEN, Stopped, StopSignal
 from util.run.start.plan import RunSchedule
+from util.run.start.run import Run, RunFacts
 from util.run.train.bad_step import save_bad_step
 from util.run.train.ending import end_after_signal, finish_run, refuse_training_error
 from util.run.train.loader import Batches, BatchSource
@@ -36,9 +37,6 @@ from util.run.train.saving import CheckpointSaver
 from util.run.train.step_graphs import StepGraphs
 from util.run.train.wrap import wrap_model
 from util.text import count_of
-
-if TYPE_CHECKING:
-    from util.run.start.run import Run
 
 TrainSteps = Callable[[nn.Module, Iterator[Any], range, TrainLoop], None]  # an engine's `train_one_epoch`
 
@@ -74,9 +72,27 @@ class Training:
     DDP.
     """
 
+    @classmethod
+    def begin(
+        cls,
+        run: Run,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dataset: AddressedDataset,
+        schedule: RunSchedule,
+        facts: RunFacts,
+        captures_steps: bool = False,
+    ) -> "Training":
+        """Restores model and optimizer if there is a checkpoint, and makes all that trains them: see `Run.restore`.
+
+        captures_steps: launch steps as CUDA graphs.
+        """
+        info, state = run.restore(model, optimizer, dataset.images, schedule, facts)
+        return cls(run, model, optimizer, dataset, schedule, info, state, captures_steps)
+
     def __init__(
         self,
-        run: "Run",
+        run: Run,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         dataset: AddressedDataset,
