@@ -48,7 +48,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class View:
-    """A prediction that can be looked at and measured. `frameworks.reconstruction` composes pictures of views."""
+    """A prediction that can be looked at and measured. `frameworks.hooks.reconstruction` composes pictures of views."""
 
     title: str  # of the prediction in a picture
     truth_title: str | None  # of the truth; None if it is the images themselves, which every picture shows

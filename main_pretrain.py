@@ -8,30 +8,29 @@ The same command again resumes the run at the step of its newest good checkpoint
 
 import argparse
 from collections.abc import Callable, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 import monitor
 from encoders.load import load_encoder
 from engine_pretrain import compile_shapes, train_one_epoch
-from framework import Framework, NoPixels, PixelFramework
-from frameworks import attention_phases, growth
-from frameworks.reconstruction import crops, reconstruction_picture
+from framework import Framework, PixelFramework
+from frameworks.hooks import attention_phases, growth
+from frameworks.hooks.first_shapes import FirstShapes
+from frameworks.hooks.pictures import Pictures
 from frameworks.registry import CLASS_OF, MODELS, build_model, check_own_flags, own_flags
 from prmim import AGGREGATION, SAMPLING, SpatialAggregation
 from recipes import RECIPES
 from util import collectives
 from util.costs import fitting_images, forward_gmac
 from util.data.datasets import AddressedDataset
-from util.data.images import evenly_spaced, note_on_small_images
+from util.data.images import note_on_small_images
 from util.data.open import open_everywhere
 from util.data.statistics import Statistics
 from util.lazy import LazyModule
+from util.muon import split_matrices
 from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
 from util.run.processes import shard
 from util.run.start.flags import (
@@ -251,54 +250,7 @@ def make_optimizer(model: Framework, args: argparse.Namespace, lr: float) -> tor
     betas = tuple(args.betas)
     if args.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
-    return timm_optim.Muon(split_matrices(groups, model), lr=lr, betas=betas)
-
-
-def split_matrices(groups: Sequence[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
-    """Splits parameter groups into the matrices of transformer blocks, for Muon, and all else, for its AdamW.
-
-    Swin's tables of relative positions are no matrices. Muon's updates have the root mean square of AdamW's, so that
-    both take the same learning rates.
-    """
-    matrices: set[nn.Parameter] = set()
-    for block in shard.blocks_of(model):
-        matrices.update(layer.weight for layer in block.modules() if isinstance(layer, nn.Linear))
-    split = []
-    for group in groups:
-        for is_matrix in (True, False):
-            parameters = [parameter for parameter in group["params"] if (parameter in matrices) == is_matrix]
-            if parameters:
-                split.append({**group, "params": parameters, "use_fallback": not is_matrix})
-    return split
-
-
-def room_for_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Returns tensors as large as the state that the optimizer will make in its first step.
-
-    What else a step takes does not depend on the image size, so the first step shows whether it fits.
-    """
-    if optimizer.state:
-        return []
-    room = []
-    for group in optimizer.param_groups:
-        num_moments = count_moments(optimizer, group)
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                room += [torch.empty_like(parameter) for _ in range(num_moments)]
-    return room
-
-
-def count_moments(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
-    """Returns how many tensors of a parameter's size the optimizer keeps for those of a group: AdamW two, Muon one.
-
-    It makes a step on another matrix.
-    """
-    matrix = nn.Parameter(torch.zeros(8, 8))
-    matrix.grad = torch.zeros_like(matrix)
-    twin = type(optimizer)([{**group, "params": [matrix]}])  # type: ignore[call-arg]
-    twin.step()
-    state = twin.state[matrix].values()
-    return sum(torch.is_tensor(value) and value.shape == matrix.shape for value in state)
+    return timm_optim.Muon(split_matrices(groups, shard.blocks_of(model)), lr=lr, betas=betas)
 
 
 def summary_rows(args: argparse.Namespace, model: Framework, images: Any) -> dict[str, str]:
@@ -348,98 +300,6 @@ def summary_of_run(args: argparse.Namespace, training: Training) -> list[str]:
             line += f", {losses[-1]}"
         lines.append(line)
     return [*lines, *monitor.summary_lines(history)]
-
-
-@dataclass
-class FirstShapes:
-    """Runs each shape that batches can have once before the first step, instead of in the middle of training.
-
-    Then --compile has compiled it, and a GPU's memory suffices for it. Weights stay as they are. growing: what changes
-    the image size, if it grows.
-    """
-
-    training: Training
-    model: Framework
-    growing: growth.GrowingSize | None = None
-    have_run: bool = False
-
-    def is_due(self) -> bool:
-        """Whether this start has not run them yet."""
-        loop = self.training.loop
-        is_wanted = self.training.plan.compile or self.growing is not None
-        return is_wanted and not self.have_run and loop.step < loop.last_step
-
-    def is_done(self) -> bool:
-        """Never: each start runs them."""
-        return False
-
-    def perform(self) -> None:
-        self.have_run = True
-        if self.growing is not None:
-            room = room_for_state(self.training.loop.optimizer)
-            for img_size in self.growing.sizes_ahead():
-                self.run_all(self.examples(img_size))
-            del room
-            return
-        examples = self.examples(self.model.img_size)
-        if len(examples) > 1:  # a single shape is that of the first step
-            self.run_all(examples)
-
-    def examples(self, img_size: tuple[int, int]) -> list[tuple[torch.Tensor, ...]]:
-        """Returns a micro-batch of black images for each combination of shapes."""
-        args = self.training.args
-        pixels = self.training.loop.normalize.pixels
-        blank = torch.zeros(pixels.channels, *img_size, dtype=getattr(torch, pixels.batch_dtype))
-        samples = [(blank, 0, (0, i)) for i in range(self.training.plan.batch_size)]
-        return self.model.collator(args.sampling, args.seed).examples(samples)
-
-    def run_all(self, examples: Sequence[Sequence[torch.Tensor]]) -> None:
-        for example in examples:
-            self.training.loop.stop_if_asked()
-            compile_shapes(self.training.wrapped, example, self.training.loop)
-
-
-@dataclass
-class Pictures:
-    """Sends a fixed set of training images and their reconstructions to TensorBoard, every `--picture_every` epochs."""
-
-    training: Training
-    model: Framework
-    images: Any
-    is_refused: bool = False  # and the log says so
-
-    def is_due(self) -> bool:
-        """Whether the current step ends an epoch with a picture, or this start."""
-        every = self.training.args.picture_every
-        loop = self.training.loop
-        ends_start = every > 0 and loop.step == loop.last_step
-        return loop.step > 0 and (ends_start or self.training.ends_epoch(every))
-
-    def is_done(self) -> bool:
-        """Whether this start continues from here. A missed picture is not drawn later."""
-        return self.training.loop.step == self.training.saver.first_step
-
-    def perform(self) -> None:
-        """Draws the picture on rank 0; on all ranks if the model is sharded."""
-        training = self.training
-        loop = training.loop
-        is_sharded = shard.is_sharded(self.model)
-        if not (training.process.is_main or is_sharded):
-            return
-        indices = evenly_spaced(len(self.images), 8)
-        [(imgs, ids_shuffle)] = crops(self.model, training.info.settings, self.images, indices, replace=True)
-        precision: AbstractContextManager = nullcontext()
-        if is_sharded:
-            precision = loop.autocast()
-        try:
-            with precision, shard.unsharded(self.model):
-                picture = reconstruction_picture(self.model, loop.normalize, imgs, ids_shuffle)
-        except NoPixels as error:
-            if not self.is_refused:
-                training.note(f"note: there are no pictures of reconstructions: {error}")
-            self.is_refused = True
-            return
-        training.log.picture("reconstruction", picture, loop.step)
 
 
 def check_flags(args: argparse.Namespace, plan: Plan, given: Set[str]) -> None:
@@ -540,7 +400,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
             growing.check_space()
             between.append(growing)
             source = growing.batches
-        shapes = FirstShapes(training, model, growing)
+        shapes = FirstShapes(training, model, compile_shapes, growing)
         return training.train(train_one_epoch, source, [shapes, *between], lambda: summary_of_run(args, training))
 
 

@@ -4,8 +4,8 @@ It is built on MAE and on SimMIM.
 
 One weighted permutation of the tokens decides everything. The tokens drawn first, those of high attention, are masked
 and reconstructed. The next ones are thrown: neither encoder nor decoder sees them. The last ones are visible. The
-weights are the attention maps of `frameworks/attention_phases.py`. Before there are maps, masking is random and nothing
-is thrown.
+weights are the attention maps of `frameworks/hooks/attention_phases.py`. Before there are maps, masking is random and
+nothing is thrown.
 
 In the notation of PR-MIM `mask_ratio` includes the thrown tokens: AMT's mask ratio .45 and throw ratio .40 are
 mask_ratio .85 and throw_ratio .40 here. AMT does not supervise thrown tokens, which is `--no-progressive`.

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from framework import Framework
-from frameworks.growth import stage_of
+from frameworks.hooks.growth import stage_of
 from frameworks.registry import build_model, check_pretrained
 from prmim import MaskCollator
 from util import attention

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from frameworks.reconstruction import crops, measure, reconstruction_picture
+from frameworks.hooks.reconstruction import crops, measure, reconstruction_picture
 from frameworks.registry import load_run
 from util import pictures
 from util.data.folders import refuse_inside_data

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from framework import PixelFramework
 from frameworks import registry
-from frameworks.reconstruction import crops, measure, reconstruction_picture
+from frameworks.hooks.reconstruction import crops, measure, reconstruction_picture
 from models_mae_pr import MaskedAutoencoderViT
 from prmim import SAMPLING, TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
 from scripts import visualize

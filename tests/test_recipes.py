@@ -10,7 +10,7 @@ import torch
 
 from encoders import classifiers
 from framework import PixelFramework
-from frameworks.attention_phases import refresh_epochs
+from frameworks.hooks.attention_phases import refresh_epochs
 from frameworks.registry import MODELS, build_model
 from main_pretrain import get_args_parser, note_on_rate, parse_args
 from recipes import FINETUNE_RECIPES, RECIPES

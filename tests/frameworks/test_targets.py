@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from frameworks import registry
-from frameworks.reconstruction import reconstruction_picture
+from frameworks.hooks.reconstruction import reconstruction_picture
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import NANO
 from scripts import export, visualize

@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch._dynamo.utils import counters
 
 import main_pretrain
-from frameworks import growth
+from frameworks.hooks import first_shapes, growth
 from frameworks.registry import build_model
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import MICRO
@@ -209,7 +209,7 @@ def test_the_trial_of_the_sizes_leaves_room_for_the_state_of_the_first_step(name
     _, args = main_pretrain.parse_args(["--model", name, "--optimizer", optimizer_name])
     model = build_model(vars(args))
     optimizer = main_pretrain.make_optimizer(model, args, lr=1e-3)
-    num_bytes = sum(tensor.nbytes for tensor in main_pretrain.room_for_state(optimizer))
+    num_bytes = sum(tensor.nbytes for tensor in first_shapes.room_for_state(optimizer))
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.ones_like(parameter)
@@ -220,4 +220,4 @@ def test_the_trial_of_the_sizes_leaves_room_for_the_state_of_the_first_step(name
             if torch.is_tensor(value) and value.ndim > 0:
                 used += value.nbytes
     assert num_bytes == used > 0
-    assert main_pretrain.room_for_state(optimizer) == []
+    assert first_shapes.room_for_state(optimizer) == []

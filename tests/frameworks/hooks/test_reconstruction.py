@@ -6,7 +6,8 @@ import torch
 
 import main_pretrain
 from framework import View
-from frameworks import reconstruction, registry
+from frameworks import registry
+from frameworks.hooks import reconstruction
 from models_mae_pr import MaskedAutoencoderViT
 from prmim import TokenOrder
 from tests.slow_mae import pixels_of

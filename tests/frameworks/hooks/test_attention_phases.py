@@ -10,8 +10,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import main_pretrain
-from frameworks import attention_phases
-from frameworks.attention_phases import compute_maps, mean_over_heads, refresh_epochs
+from frameworks.hooks import attention_phases
+from frameworks.hooks.attention_phases import compute_maps, mean_over_heads, refresh_epochs
 from models_mae_pr import mae_vit_micro_patch4
 from models_vit import PositionedEncoder
 from prmim import TokenCounts, TokenOrderSampler, addressed_noise

@@ -1,0 +1,54 @@
+"""Pictures of reconstructions during a training."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from framework import Framework, NoPixels
+from frameworks.hooks.reconstruction import crops, reconstruction_picture
+from util.data.images import evenly_spaced
+from util.run.processes import shard
+from util.run.train.training import Training
+
+
+@dataclass
+class Pictures:
+    """Sends a fixed set of training images and their reconstructions to TensorBoard, every `--picture_every` epochs."""
+
+    training: Training
+    model: Framework
+    images: Any
+    is_refused: bool = False  # and the log says so
+
+    def is_due(self) -> bool:
+        """Whether the current step ends an epoch with a picture, or this start."""
+        every = self.training.args.picture_every
+        loop = self.training.loop
+        ends_start = every > 0 and loop.step == loop.last_step
+        return loop.step > 0 and (ends_start or self.training.ends_epoch(every))
+
+    def is_done(self) -> bool:
+        """Whether this start continues from here. A missed picture is not drawn later."""
+        return self.training.loop.step == self.training.saver.first_step
+
+    def perform(self) -> None:
+        """Draws the picture on rank 0; on all ranks if the model is sharded."""
+        training = self.training
+        loop = training.loop
+        is_sharded = shard.is_sharded(self.model)
+        if not (training.process.is_main or is_sharded):
+            return
+        indices = evenly_spaced(len(self.images), 8)
+        [(imgs, ids_shuffle)] = crops(self.model, training.info.settings, self.images, indices, replace=True)
+        precision: AbstractContextManager = nullcontext()
+        if is_sharded:
+            precision = loop.autocast()
+        try:
+            with precision, shard.unsharded(self.model):
+                picture = reconstruction_picture(self.model, loop.normalize, imgs, ids_shuffle)
+        except NoPixels as error:
+            if not self.is_refused:
+                training.note(f"note: there are no pictures of reconstructions: {error}")
+            self.is_refused = True
+            return
+        training.log.picture("reconstruction", picture, loop.step)
