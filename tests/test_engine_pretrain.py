@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from timm.optim import Muon
+from timm.optim import Lion, Muon
 from torch import nn
 from torch.testing import assert_close
 
@@ -317,6 +317,7 @@ def a_muon(parameters):
 OTHER_OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
     "Adam": partial(torch.optim.Adam, lr=1e-3),
+    "Lion": partial(Lion, lr=1e-3),
     "Muon": a_muon,
 }
 
