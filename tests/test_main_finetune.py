@@ -90,7 +90,8 @@ def test_other_frameworks_encoders(labelled, tmp_path, capsys, framework, model)
     content = finetune(labelled, tmp_path / "out", "--finetune", tmp_path / "pre", *flags)
     assert "4 missing" in capsys.readouterr().out
     assert ("blocks.3.attn.relative_position_bias_table" in content["model"]) == (framework == "simmim")
-    assert evaluate(labelled, tmp_path / "out")["top1"] == results_in(tmp_path / "out")["last"]["val_top1"]
+    found = evaluate(labelled, tmp_path / "out")
+    assert found["top1"] == results_in(tmp_path / "out")["last"]["val_top1"]
 
 
 def test_learning_happens(tmp_path):
@@ -122,7 +123,9 @@ def assert_same_best(ours, theirs):
     """Bit for bit, of the folders of two runs."""
     best = contents(ours / "checkpoint-best.pth")
     expected = contents(theirs / "checkpoint-best.pth")
-    assert best["meta"]["step"] == expected["meta"]["step"] == results_in(ours)["best"]["step"]
+    step = results_in(ours)["best"]["step"]
+    assert best["meta"]["step"] == step
+    assert expected["meta"]["step"] == step
     for name, value in expected["model"].items():
         assert torch.equal(best["model"][name], value), name
 
@@ -266,7 +269,13 @@ def an_official_file(path, **options):
     torch.manual_seed(3)
     model = VisionTransformer(**SIZES, **options)
     torch.nn.init.normal_(model.head.weight)
-    torch.save({"model": model.state_dict(), "args": argparse.Namespace(lr=0.1), "epoch": 99, "scaler": {}}, path)
+    content = {
+        "model": model.state_dict(),
+        "args": argparse.Namespace(lr=0.1),
+        "epoch": 99,
+        "scaler": {},
+    }
+    torch.save(content, path)
     return model.eval()
 
 
@@ -281,7 +290,8 @@ def test_eval_of_foreign_files(labelled, tmp_path, capsys, pool):
     num_right = 0
     for i in range(7):
         img, label, _ = images[0, i]
-        num_right += (theirs(Normalize()(img[None])).argmax() == label).item()
+        logits = theirs(Normalize()(img[None]))
+        num_right += int(logits.argmax()) == label
     for name in ("official.pth", "timm.safetensors"):
         result = evaluate(labelled, tmp_path / name)
         assert result["num_images"] == 7
@@ -358,7 +368,8 @@ def test_two_processes_train_and_count_as_one(labelled, pretrained, tmp_path, fl
     flags = (*PLAIN, "--print_freq", 5, "--finetune", pretrained, *flags)
     finetune_in_two_processes(labelled, tmp_path / "two", "--batch_size", 4, *flags)
     finetune(labelled, tmp_path / "one", *flags)
-    for ours, theirs in zip(reports(tmp_path / "two"), reports(tmp_path / "one"), strict=True):
+    one = reports(tmp_path / "one")
+    for ours, theirs in zip(reports(tmp_path / "two"), one, strict=True):
         for name in ("step", "loss", "grad_norm", "val_loss", "val_top1", "val_num_images"):
             assert (name in ours) == (name in theirs)
             if name in theirs:
@@ -444,7 +455,8 @@ def save_classifier_of_foxes_and_owls(folder):
     }
     model = VisionTransformer(**SIZES)
     meta = {"settings": settings, "classes": ["fox", "owl"]}
-    save_checkpoint(folder, "ours", {"model": model.state_dict()}, meta).rename(folder / "ours.pth")
+    path = save_checkpoint(folder, "ours", {"model": model.state_dict()}, meta)
+    path.rename(folder / "ours.pth")
 
 
 def test_predictions_are_those_that_are_scored(labelled, undisturbed_run, tmp_path):
@@ -503,17 +515,21 @@ def test_images_are_flipped_if_the_flags_say_so(program, flags, pixels, switch, 
     flipped = []
     for value in (f"--{switch}", f"--no-{switch}"):
         if program == "main_finetune":
-            args = main_finetune.parse_args(["--aa", "none", value, *flags])[1]
+            _, args = main_finetune.parse_args(["--aa", "none", value, *flags])
             augment, _ = main_finetune.make_augmentation(args, (32, 32), pixels, set())
         else:
-            args = main_pretrain.parse_args([value, *flags])[1]
+            _, args = main_pretrain.parse_args([value, *flags])
             augment = make_augmentation(args, (32, 32))
-        img = torch.arange(40).expand(pixels.channels, 40, 40).to(getattr(torch, pixels.dtype))
+        ramp = torch.arange(40).to(getattr(torch, pixels.dtype))
+        img = ramp.expand(pixels.channels, 40, 40)
         if switch == "vflip":
             img = img.transpose(1, 2)
         row, column = place
-        crops = [augment(img, 0, i).int()[0] for i in range(20)]
-        flipped.append(sum(int(crop[0, 0] > crop[row, column]) for crop in crops))
+        num_flipped = 0
+        for i in range(20):
+            crop = augment(img, 0, i)[0].int()
+            num_flipped += int(crop[0, 0] > crop[row, column])
+        flipped.append(num_flipped)
     assert 5 <= flipped[0] <= 15
     assert flipped[1] == 0
 

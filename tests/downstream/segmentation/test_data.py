@@ -115,7 +115,8 @@ def test_pairs_are_matched_in_any_form_of_unicode_and_unread_images_are_noted(tm
 
 def test_palette_images_hold_indices(tmp_path):
     write_pairs(tmp_path, 1)
-    label = Image.fromarray(np.full((30, 40), 2, np.uint8), mode="P")
+    twos = np.full((30, 40), 2, np.uint8)
+    label = Image.fromarray(twos, mode="P")
     label.putpalette([0, 0, 0, 200, 0, 0, 0, 200, 0])
     label.save(tmp_path / FIRST_LABELS)
     assert (open_pairs(tmp_path).load_labels(0) == 2).all()

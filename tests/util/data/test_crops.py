@@ -34,16 +34,13 @@ def smooth_picture(rng, height, width):
     return Image.fromarray(coarse).resize((width, height), Image.BICUBIC)
 
 
-def to_array(img):
-    return img.permute(1, 2, 0).numpy()
-
-
 def to_tensor(picture):
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
 
 
 def mean_difference(img, picture):
-    return np.abs(to_array(img).astype(float) - np.asarray(picture)).mean()
+    difference = img.double() - to_tensor(picture)
+    return difference.abs().mean()
 
 
 # ------------------------------------------------------------------------------------------------------ random crops

@@ -67,7 +67,8 @@ def test_cifar_is_read_from_disk(tmp_path, monkeypatch):
     pixels = np.random.default_rng(0).integers(0, 256, (4, 3072), dtype=np.uint8)
     train_list = []
     for i in range(1, 6):
-        train_list.append(write_pickle(folder / f"data_batch_{i}", {"data": pixels, "labels": [3, 1, 4, 1]}))
+        content = {"data": pixels, "labels": [3, 1, 4, 1]}
+        train_list.append(write_pickle(folder / f"data_batch_{i}", content))
     _, hash_of_meta = write_pickle(folder / "batches.meta", {"label_names": list("0123456789")})
 
     class SmallCIFAR10(torchvision.datasets.CIFAR10):
@@ -79,9 +80,11 @@ def test_cifar_is_read_from_disk(tmp_path, monkeypatch):
     monkeypatch.replace_in(module, "torchvision.datasets.CIFAR10", SmallCIFAR10)
     images = CifarImages("cifar10", tmp_path)
     assert len(images) == 20
-    assert images.load(2)[1] == 4
     assert images.labels.tolist() == [3, 1, 4, 1] * 5
-    assert np.array_equal(images.load(5)[0], pixels[1].reshape(3, 32, 32).transpose(1, 2, 0))
+    img, label = images.load(6)
+    assert label == 4
+    planes = pixels[2].reshape(3, 32, 32)
+    assert np.array_equal(img, planes.transpose(1, 2, 0))
 
 
 def test_cifar_that_cannot_be_had_says_where_it_should_be(tmp_path, monkeypatch):
@@ -140,7 +143,9 @@ def test_equal_random_numbers_leave_images_in_their_order(monkeypatch, num_value
 def test_any_split_of_the_total_batch_sees_the_same_samples_in_the_same_step(world_size, accum_iter):
     """Micro-batch by micro-batch, and in each rank by rank."""
     batch_size = 12 // (world_size * accum_iter)
-    ranks = [steps(batch_size, accum_iter, rank, world_size, end=16) for rank in range(world_size)]
+    ranks = []
+    for rank in range(world_size):
+        ranks.append(steps(batch_size, accum_iter, rank, world_size, end=16))
     taken = []
     for batches_of_ranks in zip(*ranks, strict=True):
         taken += joined(batches_of_ranks)
@@ -149,7 +154,8 @@ def test_any_split_of_the_total_batch_sees_the_same_samples_in_the_same_step(wor
 
 def test_starting_later_skips_exactly():
     assert steps(start=37) == steps()[37:]
-    assert steps(accum_iter=2, start=13, end=24) == steps(accum_iter=2, end=24)[2 * 13 :]
+    whole = steps(accum_iter=2, end=24)
+    assert steps(accum_iter=2, start=13, end=24) == whole[2 * 13 :]
 
 
 @pytest.mark.fault("U87", "a recipe with a total batch larger than the data", "a batch that fits, as flags to copy")
