@@ -69,8 +69,10 @@ def check_features(encoder, model):
     assert encoder.img_size == model.img_size
     with torch.no_grad():
         expected = monitor.encode(model, imgs)
+    vectors = encoder.vectors(imgs)
+    assert len(vectors) == len(expected)
     found = {}
-    for name, value in encoder.vectors(imgs).items():
+    for name, value in vectors.items():
         assert not value.requires_grad
         _, feature = name.split()
         found[feature] = value
