@@ -335,6 +335,7 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace, lr: float) -> tor
     )
     if args.optimizer == "lars":
         return LARS(groups, lr=lr, weight_decay=args.weight_decay)
+    assert args.optimizer == "adamw"
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), fused=True)
 
 

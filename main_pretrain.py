@@ -20,6 +20,7 @@ from framework import Framework, PixelFramework
 from frameworks.hooks import attention_phases, growth
 from frameworks.hooks.first_shapes import FirstShapes
 from frameworks.hooks.pictures import Pictures
+from frameworks.optimizers import OPTIMIZERS, make_optimizer
 from frameworks.registry import CLASS_OF, MODELS, build_model, check_own_flags, own_flags
 from prmim import AGGREGATION, SAMPLING, SpatialAggregation
 from recipes import RECIPES
@@ -29,10 +30,7 @@ from util.data.datasets import AddressedDataset
 from util.data.images import note_on_small_images
 from util.data.open import open_everywhere
 from util.data.statistics import Statistics
-from util.lazy import LazyModule
-from util.muon import split_matrices
 from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
-from util.run.processes import shard
 from util.run.start.flags import (
     add_data_flags,
     add_invalid_flags,
@@ -46,8 +44,6 @@ from util.run.train.loader import BatchSource, TrainLoader, make_augmentation
 from util.run.train.training import BetweenSteps, Training
 from util.run.train.utilization import report_utilization
 from util.text import count_of, shorten
-
-timm_optim = LazyModule("timm.optim")
 
 PROGRAM = "main_pretrain.py"
 BLR = 1.5e-4  # of MAE, for a total batch of 4096 and 800 epochs
@@ -70,11 +66,11 @@ def get_args_parser() -> Parser:
 
     optimisation = parser.add_argument_group("optimisation")
     add_optimisation_flags(optimisation)
-    optimisation.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95), help="betas of AdamW")
+    optimisation.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95), help="betas of the optimizer")
     optimisation.add_argument(
         "--optimizer",
         default="adamw",
-        choices=("adamw", "muon"),
+        choices=OPTIMIZERS,
         help="muon: for the matrices of transformer blocks, with AdamW for all else",
     )
 
@@ -240,17 +236,6 @@ def unused_flags(args: argparse.Namespace) -> dict[str, str]:
     if args.warmup_epochs == 0:
         unused["warmup_lr"] = "there is no warm-up"
     return unused
-
-
-def make_optimizer(model: Framework, args: argparse.Namespace, lr: float) -> torch.optim.Optimizer:
-    """Returns AdamW, or Muon, without weight decay on biases, norms and what the model names."""
-    groups = timm_optim.param_groups_weight_decay(
-        model, args.weight_decay, no_weight_decay_list=model.no_weight_decay()
-    )
-    betas = tuple(args.betas)
-    if args.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
-    return timm_optim.Muon(split_matrices(groups, shard.blocks_of(model)), lr=lr, betas=betas)
 
 
 def summary_rows(args: argparse.Namespace, model: Framework, images: Any) -> dict[str, str]:

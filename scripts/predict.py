@@ -110,7 +110,7 @@ class Costs:
 
 
 def count_costs(settings: dict[str, Any]) -> Costs:
-    """Counts by layer. ValueError for a model or an aggregation whose layers are others than MAE's."""
+    """Counts by layer. ValueError for a model or an aggregation with other layers than MAE's, or another optimizer."""
     with torch.device("meta"):
         model = build_model(settings, read_files=False)
     if type(model) is not MaskedAutoencoderViT:
@@ -119,6 +119,8 @@ def count_costs(settings: dict[str, Any]) -> Costs:
     aggregates = decoder.aggregation is not None
     if aggregates and settings["aggregation"] != "dwconv":
         raise ValueError(f"{settings['recipe']}: predict.py knows --aggregation dwconv alone")
+    if settings["optimizer"] != "adamw":
+        raise ValueError(f"{settings['recipe']}: predict.py knows --optimizer adamw alone")
     counts = model.counts
     width = model.embed_dim
     decoder_width = decoder.embed.out_features

@@ -4,8 +4,8 @@
     python scripts/profile_pretrain.py mae_vit_base_100ep prmim50_vit_base_100ep --compile --batch_size 512 --csv c.csv
     python scripts/profile_pretrain.py mae_vit_base_100ep --peers transformers --batch_size 512
 
-A step is that of main_pretrain.py (bytes to floats, forward, backward, gradient norm, AdamW) on one batch of random
-images. After its first steps each recipe is timed once, then all in turn. Columns:
+A step is that of main_pretrain.py (bytes to floats, forward, backward, gradient norm, the recipe's optimizer) on one
+batch of random images. After its first steps each recipe is timed once, then all in turn. Columns:
 
 gmac         multiply-adds of the forward pass of one image, in 10^9, without a frozen teacher
 saved_mb     MB an image that the forward pass keeps for the backward pass, of the eager model
@@ -13,7 +13,7 @@ peak_mb      most MB that the tensors of the step hold at once, on a GPU
 ms           median time of a step
 ..._ratio    the same, relative to the first recipe
 
---peers adds the step of another library's ViT-B, by its own code, in the same precision and with the same AdamW.
+--peers adds the step of another library's ViT-B, by its own code, in the same precision, with AdamW.
 --kernels writes how long each kernel of a GPU takes in one step.
 """
 
@@ -31,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine_pretrain import train_one_epoch
+from frameworks.optimizers import make_optimizer
 from frameworks.registry import build_model
 from main_pretrain import get_args_parser
 from recipes import RECIPES
@@ -65,7 +66,7 @@ class Step:
             self.model = build_model(settings, read_files=False).to(device).train()
         self.normalize = Normalize().to(device)
         self.precision = precision(args.precision, device)
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        optimizer = make_optimizer(self.model, argparse.Namespace(**settings), lr=1e-4)
         self.loop = TrainLoop(
             parameters=[p for p in self.model.parameters() if p.requires_grad],
             optimizer=optimizer,

@@ -30,13 +30,12 @@ from downstream.probe.models import FrozenEncoder
 from downstream.segmentation import engine_segmentation
 from downstream.segmentation.models import UPerNet
 from engine_finetune import BatchAugmentation
+from frameworks.optimizers import split_matrices
 from models_vit import MICRO, VisionTransformer
 from tests.loops import a_driver
 from tests.util.run.processes.test_shard import CLASSIFIERS, batches_of, make
 from util.data.transforms import Normalize
 from util.evaluate.loop import EvalContext
-from util.muon import split_matrices
-from util.run.processes import shard
 from util.run.processes.distributed import precision
 
 DEVICE = "fakegpu"
@@ -186,7 +185,7 @@ def training(name, is_faulty):
     model.to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=True)
     if name == "Muon":
-        optimizer = Muon(split_matrices([{"params": list(model.parameters())}], shard.blocks_of(model)))
+        optimizer = Muon(split_matrices([{"params": list(model.parameters())}], model))
     options = dict(accum_iter=2, clip_grad=1.0, print_freq=1000, augment=augmentation_of(name))
     driver = a_driver(model, optimizer, lambda step, lr_scale=1.0: 1e-2, "bf16", DEVICE, **options)
     if train is not None:
