@@ -1,1 +1,1 @@
-"""Leaves of the code base: nothing in here knows about PR-MIM or imports anything outside `util`."""
+"""What models, programs and scripts share: nothing in here imports anything of the project outside `util`."""
