@@ -367,6 +367,8 @@ class PixelFramework(Framework):
 
         pixels: `token_pixels(imgs)`. A subclass overrides this method for another target, always or if a flag says so.
         The loss follows. Pictures and exports of MAE's decoder are refused unless it returns `pixels` itself.
+
+        imgs: normalised, NaN at invalid pixels. A filter would spread them: apply it to `fill_invalid(imgs)`.
         """
         return pixels
 

@@ -201,7 +201,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     args = parse_with_recipe(parser, RECIPES, argv)
     if CLASS_OF[args.model].shared_visible:  # by all images of a micro-batch
         parser.set_changes(batch_size="results")
-    if args.optimizer == "muon":  # it orthogonalises in bfloat16, and the sums of shards round differently
+    if args.optimizer != "adamw":  # sums of shards round differently: a sign, or products in bfloat16, amplify it
         parser.set_changes(shard="results")
     return parser, args
 

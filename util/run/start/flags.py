@@ -1,4 +1,4 @@
-"""The flags that the training mains share: definitions, checks, and the values that follow from them."""
+"""The flags that the training mains share. `util.run.start.plan` checks them, and computes what follows from them."""
 
 import argparse
 

@@ -1,6 +1,6 @@
-"""The life of a run. Whoever looks for the resume or the end of a run starts here.
+"""A run before its model is there. Whoever looks for the resume of a run starts here; its end: `util.run.train.ending`.
 
-with Run.begin(PROGRAM, parser, args, argv) as run:  # flags, processes, folder, what the run was before
+with Run.begin(PROGRAM, parser, args, argv, ...) as run:  # flags, processes, folder, what the run was before
     images, model, optimizer, loader = ...
     training = Training.begin(run, model, optimizer, dataset, schedule, facts)  # restores; wraps; log, loop, saver
     return training.train(train_one_epoch, loader, [evaluator])        # steps, saves, signals, the end

@@ -1,10 +1,11 @@
-"""What both training loops share: micro-batches, learning rates, the optimizer step, reports. It knows no model.
+"""What the training loops of all engines share: micro-batches, rates, the optimizer step, reports. It knows no model.
 
 There is no host-device sync except at reports: losses and gradient norms add up on the device, and the device
 decides whether a step is finite. If the loss or the norm of the gradient is not finite, the weights stay as they were.
-Fused AdamW skips the step by itself (torch made this for GradScaler), and so does LARS. All ranks skip alike: a loss
-that is not finite makes its gradient NaN, DDP has averaged the gradients before, and the norm of sharded gradients is
-all-reduced. Ranks exchange one flag in each step, and all that a report needs in one all-reduce.
+Fused AdamW skips the step by itself (torch made this for GradScaler), and so does LARS; the step of others is undone
+(`skipping`). All ranks skip alike: a loss that is not finite makes its gradient NaN, DDP has averaged the gradients
+before, and the norm of sharded gradients is all-reduced. Ranks exchange one flag in each step, and all that a report
+needs in one all-reduce.
 """
 
 import math

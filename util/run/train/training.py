@@ -1,7 +1,8 @@
 """The training of a run: its steps, its saves, what comes between the steps, and its end.
 
-The order of events is the same for all programs: the steps of an epoch, then a checkpoint if one is due, then what
-comes between steps (`BetweenSteps`), in the order of its list.
+The order of events is the same for all programs: the steps up to the next pause, such as the end of an epoch, then a
+checkpoint if one is due, then what comes between steps (`BetweenSteps`), in the order of its list. Saves by time are
+made at reports.
 """
 
 import gc
@@ -192,7 +193,7 @@ class Training:
     def train(
         self,
         train_steps: TrainSteps,
-        loader: BatchSource,
+        source: BatchSource,
         between: Sequence[BetweenSteps] = (),
         summary: Callable[[], Sequence[str]] = tuple,
     ) -> bool:
@@ -202,7 +203,7 @@ class Training:
         `loop.should_stop()`. summary: returns the first lines of what is printed at the end.
         """
         loop = self.loop
-        with closing(loader.open(range(loop.step, loop.last_step))) as batches:
+        with closing(source.open(range(loop.step, loop.last_step))) as batches:
             self.run.set_up.end()
             gc.freeze()  # garbage collection skips what exists now: of many ranks, some rank would always be in it
             try:
