@@ -8,8 +8,9 @@ import main_pretrain
 from models_mae_pr import mae_vit_micro_patch4
 from models_vit import vit_micro_patch4
 from tests.runs import finetune, pretrain
-from util.run.processes import distributed, shard
+from util.run.processes import distributed
 from util.run.processes.distributed import Process
+from util.run.train import wrap
 
 
 class Built(Exception):
@@ -23,7 +24,7 @@ def test_ddp_knows_the_graph_unless_passes_go_unreduced(photos, tmp_path, monkey
 
     process = Process(torch.device("cpu"), world_size=2, local_world_size=2)
     monkeypatch.setattr(distributed, "init_process", lambda *args: process)
-    monkeypatch.setattr(shard, "DistributedDataParallel", build)
+    monkeypatch.setattr(wrap, "DistributedDataParallel", build)
     with pytest.raises(Built) as built:
         main_pretrain.main(pretrain.command(photos, tmp_path / "out", "--accum_iter", accum_iter, "--batch_size", 4))
     (options,) = built.value.args

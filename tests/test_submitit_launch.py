@@ -268,7 +268,7 @@ def test_two_processes_are_requeued_by_a_signal_and_end_as_if_there_had_been_non
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for others' cores make a step take seconds
     flags = pretrain.command(photos, tmp_path / "run", "--batch_size", 4, "--epochs", 6, "--save_every", 1000)
     gate = tmp_path / "gate"
-    loop = submitit_launch.snapshot(tmp_path / "run") / "util" / "run" / "loop.py"  # what the job runs
+    loop = submitit_launch.snapshot(tmp_path / "run") / "util" / "run" / "train" / "loop.py"  # what the job runs
     loop.write_text(loop.read_text() + HOLD.format(gate=str(gate)))
     job = submitit_launch.main([*LOCAL, "--tasks_per_node", "2", "--cpus_per_task", "1", "main_pretrain", *flags])
     log = tmp_path / "run" / "log.jsonl"
@@ -286,7 +286,7 @@ def test_two_processes_are_requeued_by_a_signal_and_end_as_if_there_had_been_non
     expected = [report["loss"] for report in reports(tmp_path / "one")]
     assert losses == pytest.approx(expected, rel=1e-4)
     (code,) = (tmp_path / "run" / "code").iterdir()
-    assert (code / "util" / "run" / "loop.py").is_file()
+    assert (code / "util" / "run" / "train" / "loop.py").is_file()
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["output_dir"] == str(tmp_path / "run")
 
 

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import torch
 from torch import Tensor
@@ -26,8 +26,9 @@ MAX_SHORT = 256  # tokens
 _short: frozenset[tuple[torch.dtype, int, int]] = frozenset()  # (type, heads, width of a head): tested, and in use
 
 # `util.short_attention` implements them with Triton, whose import takes long. The names exist without it.
-torch.library.define("prmim::short_attention", "(Tensor qkv, int num_heads) -> Tensor")
-torch.library.define("prmim::short_attention_backward", "(Tensor qkv, Tensor grad, int num_heads) -> Tensor")
+with suppress(RuntimeError):  # another copy of this project in the process, as of torch.hub, has defined them
+    torch.library.define("prmim::short_attention", "(Tensor qkv, int num_heads) -> Tensor")
+    torch.library.define("prmim::short_attention_backward", "(Tensor qkv, Tensor grad, int num_heads) -> Tensor")
 
 
 def prefer(name: str, device: torch.device) -> None:

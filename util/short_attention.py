@@ -16,6 +16,7 @@ each key, [KEYS, ROWS]: then the products for keys and values need no transposit
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -368,11 +369,12 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return torch.ops.prmim.short_attention_backward(qkv, grad, ctx.num_heads), None
 
 
-torch.library.impl("prmim::short_attention", "default", forward)
-torch.library.impl("prmim::short_attention_backward", "default", backward)
-torch.library.register_fake("prmim::short_attention", empty_output)
-torch.library.register_fake("prmim::short_attention_backward", empty_gradient)
-torch.library.register_autograd("prmim::short_attention", _gradients, setup_context=_keep_inputs)
+with suppress(RuntimeError):  # another copy of this project in the process has implemented them: see `util.attention`
+    torch.library.impl("prmim::short_attention", "default", forward)
+    torch.library.impl("prmim::short_attention_backward", "default", backward)
+    torch.library.register_fake("prmim::short_attention", empty_output)
+    torch.library.register_fake("prmim::short_attention_backward", empty_gradient)
+    torch.library.register_autograd("prmim::short_attention", _gradients, setup_context=_keep_inputs)
 
 
 def reference(qkv: Tensor, num_heads: int) -> Tensor:

@@ -94,6 +94,7 @@ class Evaluator:
         if not self.best_by:
             return
         training = self.training
+        training.saver.finish()  # earlier ones may be written just now
         score = result.scores[self.best_by]
         if collectives.run_on_rank0(lambda: score > self.best_before()):
             info = training.info.at_step(training.loop.step, training.schedule.steps_per_epoch, result.scores)
@@ -101,7 +102,6 @@ class Evaluator:
 
     def best_before(self) -> float:
         """Returns the score of the best weights so far, of an earlier step than the current one."""
-        self.training.saver.join()  # they may be written just now
         best = self.read_best()
         if best is not None and best.val is not None and best.step < self.training.loop.step:
             return best.val[self.best_by]

@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import io
 import json
+import os
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +23,12 @@ from typing import Any, Literal
 import torch
 
 from util.atomic import replaced_file, sync
-from util.run.files.exported import _add_config, _read_safetensors
+from util.run.files.exported import add_config, read_safetensors
 from util.run.files.record import Checkpoint, CheckpointError, CheckpointInfo
-from util.run.files.search import _find_damage, _read_sidecar_file, list_finished, read_sidecar, sha256, step_of
+from util.run.files.search import find_damage, list_finished, read_sidecar, read_sidecar_file, sha256, step_of
 from util.text import describe_owner
 
+SYNC_BYTES = 2**28  # what is written between two syncs
 TRAINING_STATE = ("optimizer", "scaler", "meter")  # parts of a run's checkpoint, beside its weights
 
 
@@ -63,7 +65,10 @@ def save_checkpoint(
 
 
 class HashedFile(io.FileIO):
-    """A new file that computes size and SHA-256 of what is written to it, from the first byte to the last."""
+    """A new file that computes size and SHA-256 of what is written to it, from the first byte to the last.
+
+    It is synced each SYNC_BYTES, so that what is told to `on_write` is on the disk, and the last sync is short.
+    """
 
     def __init__(self, path: Path, on_write: Callable[[], None] | None = None) -> None:
         super().__init__(path, "w")
@@ -75,6 +80,8 @@ class HashedFile(io.FileIO):
         """Writes all of `data`, which FileIO does not promise. Both hashing and writing release the GIL."""
         rest = memoryview(data)
         self.digest.update(rest)
+        if self.size // SYNC_BYTES != (self.size + len(rest)) // SYNC_BYTES:
+            os.fsync(self.fileno())
         self.size += len(rest)
         while rest:
             rest = rest[super().write(rest) :]
@@ -118,7 +125,7 @@ def prune_checkpoints(output_dir: str | Path, good_steps: Sequence[int]) -> None
         step = step_of(path)
         if step >= good_steps[-1] or step in good_steps:
             continue
-        sidecar = _read_sidecar_file(path)
+        sidecar = read_sidecar_file(path)
         if sidecar is not None and not sidecar.get("keep", True):
             path.unlink()
             path.with_suffix(".json").unlink()  # last: weights without it would be taken for an interrupted save
@@ -150,7 +157,7 @@ def read_checkpoint(path: str | Path, is_verified: bool = False, mmap: bool = Fa
         meta = json.loads(meta)
     info = CheckpointInfo.from_json(meta if isinstance(meta, dict) else {}, path)
     if path.suffix in (".safetensors", ".bin"):
-        info = _add_config(info, path)
+        info = add_config(info, path)
     training = {name: content[name] for name in TRAINING_STATE if name in content}
     return Checkpoint(path, _find_weights(content, path), info, training)
 
@@ -160,7 +167,7 @@ def refuse_damage(path: Path) -> None:
     sidecar = path.with_suffix(".json")
     if not sidecar.exists() or "sha256" not in sidecar.read_text():
         return
-    damage = _find_damage(path)
+    damage = find_damage(path)
     if damage is not None:
         raise CheckpointError(f"checkpoint {str(path)!r} is damaged: {damage}")
 
@@ -173,7 +180,7 @@ def read_info(path: str | Path) -> CheckpointInfo:
 def _read_content(path: Path, mmap: bool) -> Any:
     try:
         if path.suffix == ".safetensors":
-            return _read_safetensors(path)
+            return read_safetensors(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except PermissionError as error:

@@ -16,7 +16,7 @@ EXPORTED_SETTINGS = ("mean", "std", "input_size", "crop_pct", "optimizer", *INVA
 EXPORTED_FACTS = ("classes", "pixels", *EXPORTED_SETTINGS)
 
 
-def _read_safetensors(path: Path) -> dict[str, Any]:
+def read_safetensors(path: Path) -> dict[str, Any]:
     """Returns the weights, and the meta that scripts/export.py has stored in the file's metadata."""
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
@@ -31,7 +31,7 @@ def exported_info(facts: Mapping[str, Any]) -> CheckpointInfo:
     return CheckpointInfo(settings, pixels=facts.get("pixels"), classes=facts.get("classes"))
 
 
-def _add_config(info: CheckpointInfo, path: Path) -> CheckpointInfo:
+def add_config(info: CheckpointInfo, path: Path) -> CheckpointInfo:
     """Adds what the config of a folder of timm or Transformers says, whatever the file itself does not say.
 
     Files of others are left as they are.

@@ -14,7 +14,6 @@ from pathlib import Path
 from util import collectives
 
 LOCK = ".lock"
-FILES = ("log.txt", "log.jsonl", "settings.json", "results.json")  # of a run that trains
 # Errors of a path that will never be writable. Others, such as a full disk or a stale handle, may pass.
 WRONG_PATH = (
     errno.EACCES,
@@ -69,7 +68,7 @@ class FolderLock:
 
     Raises FolderInUse, with the process that holds the lock, if that process is on this host. A lock of another host is
     waited for, since a file server may keep that of a lost node for a while. If the file system has no locks, `remarks`
-    says so. `created` gets the files that a run makes here.
+    says so. `created` gets the file.
     """
 
     # Not `filelock`: its flock is inherited by DataLoader workers, and its files do not name the holder.
@@ -86,11 +85,8 @@ class FolderLock:
             try:
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not self.is_lost() or time.monotonic() > end:
-                    if created is not None:
-                        if is_new:
-                            created.append(self.path)
-                        paths = [self.path.with_name(name) for name in FILES]
-                        created += [path for path in paths if not path.exists()]  # by now: another start may have ended
+                    if created is not None and is_new:
+                        created.append(self.path)
                     break
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EAGAIN):

@@ -34,7 +34,7 @@ def newest_checkpoint(output_dir: str | Path) -> tuple[Path | None, list[str]]:
     """Returns (path of the newest intact checkpoint or None, reasons why newer ones were skipped)."""
     skipped: list[str] = []
     for path in reversed(list_checkpoints(output_dir)):
-        damage = _find_damage(path)
+        damage = find_damage(path)
         if damage is None:
             return path, skipped
         skipped.append(f"{path.name}: {damage}")
@@ -85,13 +85,13 @@ def read_sidecar(path: Path) -> CheckpointInfo | None:
 
     Returns None if the checkpoint or its sidecar is missing, or if the sidecar is damaged.
     """
-    sidecar = _read_sidecar_file(path)
+    sidecar = read_sidecar_file(path)
     if sidecar is None or not path.exists():
         return None
     return CheckpointInfo.from_json(sidecar["meta"], path)
 
 
-def _read_sidecar_file(path: Path) -> dict[str, Any] | None:
+def read_sidecar_file(path: Path) -> dict[str, Any] | None:
     """Returns the sidecar of the checkpoint at `path` (size, sha256, keep, meta); None if it is missing or damaged."""
     try:
         sidecar = json.loads(path.with_suffix(".json").read_text())
@@ -102,7 +102,7 @@ def _read_sidecar_file(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _find_damage(path: Path) -> str | None:
+def find_damage(path: Path) -> str | None:
     """Returns why the checkpoint at `path` must not be used, or None if it is intact."""
     try:
         sidecar = json.loads(path.with_suffix(".json").read_text())
@@ -122,7 +122,7 @@ def _find_damage(path: Path) -> str | None:
 
 def recorded_sha256(path: Path) -> str:
     """Returns the SHA-256 of a checkpoint from its sidecar. Computes it if there is none."""
-    sidecar = _read_sidecar_file(path)
+    sidecar = read_sidecar_file(path)
     if sidecar is not None and "sha256" in sidecar:
         return sidecar["sha256"]
     return sha256(path)

@@ -224,8 +224,10 @@ class Watchdog(threading.Thread):
         if self.rank > 0:
             self.limit = max(before, SETUP_TIMEOUT)
         self.heartbeat(self.step, SAVING)
-        yield
-        self.limit = before
+        try:
+            yield
+        finally:
+            self.limit = before
         self.heartbeat(self.step, BETWEEN)
 
     def __enter__(self) -> "Watchdog":

@@ -18,7 +18,7 @@ from util.code_version import code_version, source_hash
 from util.data.folders import refuse_inside_data
 from util.run.cli import Parser
 from util.run.files import checkpoint, search
-from util.run.files.lock import FILES, LOCK, FolderLock, writable_folder
+from util.run.files.lock import LOCK, FolderLock, writable_folder
 from util.run.files.record import CheckpointError, StartInfo
 from util.run.files.reports import read_json
 from util.run.processes import distributed
@@ -38,6 +38,7 @@ LEFTOVERS = (
     ".shared-*",
     "attention/.*.tmp-*",
 )
+FILES = ("log.txt", "log.jsonl", "settings.json", "results.json")  # of a run that trains
 
 
 def refuse_foreign_files(folder: Path) -> None:
@@ -167,6 +168,8 @@ def enter_folder(
         nonlocal lock
         refuse_foreign_files(output_dir)
         lock = FolderLock(output_dir, created)
+        paths = [output_dir / name for name in FILES]
+        created.extend(path for path in paths if not path.exists())  # by now: another start may have ended
         for pattern in LEFTOVERS:
             for leftover in output_dir.glob(pattern):
                 leftover.unlink()

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from util import attention
+from util.run.processes import shard
 from util.run.processes.distributed import PRECISIONS, Process
-from util.run.processes.shard import choose_attention, compile_parts, recompute_blocks, shard
 from util.run.processes.supervise import collective_timeout
 from util.run.start.plan import Plan
 
@@ -28,16 +28,16 @@ def wrap_model(
     Returns the module to call. Parameters of `optimizer` are replaced by their shards. note: writes to the log.
     """
     attention.prefer(args.attention, process.device)
-    choose_attention(model, args.attention, plan.precision, process.device, note)
+    shard.choose_attention(model, args.attention, plan.precision, process.device, note)
     if args.recompute or args.recompute_pointwise:
-        recompute_blocks(model, pointwise_only=not args.recompute)
+        shard.recompute_blocks(model, pointwise_only=not args.recompute)
     if args.shard:
         compiles = bool(plan.compile)
         minutes = collective_timeout(args.dist_timeout, compiles)
-        shard(model, optimizer, process.device, PRECISIONS[plan.precision], compiles, minutes, args.reshard)
+        shard.shard(model, optimizer, process.device, PRECISIONS[plan.precision], compiles, minutes, args.reshard)
         return model
     if plan.compile:
-        compile_parts(model)
+        shard.compile_parts(model)
     if process.world_size == 1:
         return model
     # Buffers are not broadcast with every step, but before evaluation. Newer torch has renamed the flag.

@@ -178,7 +178,7 @@ def test_a_kill_while_pruning_leaves_no_checkpoint_that_would_be_adopted(tmp_pat
             super().unlink(**options)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(checkpoint, "Path", KilledPath)
+        patch.setattr(search, "Path", KilledPath)
         prune_checkpoints(tmp_path, [2, 3])
     assert list_finished(tmp_path) == list_checkpoints(tmp_path)
     prune_checkpoints(tmp_path, [2, 3])
@@ -292,7 +292,7 @@ def test_a_file_that_must_not_be_read_stays_so(tmp_path, monkeypatch):
 def test_a_folder_that_must_not_be_read_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
     """`Path.glob` finds nothing in it."""
     denied = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied", str(tmp_path)))
-    monkeypatch.replace_in(checkpoint, "os.listdir", denied)
+    monkeypatch.replace_in(search, "os.listdir", denied)
     with pytest.raises(PermissionError):
         find_checkpoint_file(tmp_path)
 

@@ -16,7 +16,6 @@ from util.run.files import checkpoint, lock, search
 from util.run.files.checkpoint import prune_checkpoints, read_checkpoint, save_checkpoint
 from util.run.files.lock import FolderInUse, FolderLock
 from util.run.files.record import CheckpointError
-from util.run.start import folder as folder_module
 from util.run.start.folder import find_checkpoint
 
 
@@ -143,13 +142,13 @@ def test_rank_0_hashes_a_checkpoint_once(tmp_path, monkeypatch, rank, is_named, 
 
 
 def test_a_folder_that_cannot_be_written_to_is_the_users_error(tmp_path, monkeypatch):
-    monkeypatch.replace_in(folder_module, "tempfile.TemporaryFile", fails_with(errno.EROFS))
+    monkeypatch.replace_in(lock, "tempfile.TemporaryFile", fails_with(errno.EROFS))
     with pytest.raises(ValueError, match="cannot be written to .*choose another folder"):
         lock.writable_folder(tmp_path)
 
 
 def test_a_storage_that_fails_may_work_later(tmp_path, monkeypatch):
-    monkeypatch.replace_in(folder_module, "tempfile.TemporaryFile", fails_with(errno.ESTALE))
+    monkeypatch.replace_in(lock, "tempfile.TemporaryFile", fails_with(errno.ESTALE))
     with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
         lock.writable_folder(tmp_path)
 
@@ -193,7 +192,7 @@ def test_a_folder_that_another_host_has_is_waited_for(tmp_path, monkeypatch, cap
             monkeypatch.setattr(lock, "LOCK_WAIT", -1)
             raise InterruptedError
 
-    monkeypatch.replace_in(folder_module, "time.sleep", nap)
+    monkeypatch.replace_in(lock, "time.sleep", nap)
     with held_by_another_process(tmp_path / "out"):
         (tmp_path / "out" / ".lock").write_text("process 7 on another-node\n")
         with pytest.raises(InterruptedError):
