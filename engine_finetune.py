@@ -157,16 +157,19 @@ def write_predictions(
 
     dataset = AddressedDataset(images, transform)
     share = extract_features(encode, model, dataset, range(len(images)), context)
+    probabilities_of_rank = share.values["logits"].softmax(dim=1)
     indices = collectives.gather_rows(share.indices).cpu()
-    probabilities = collectives.gather_rows(share.values["logits"].softmax(dim=1)).cpu()
+    probabilities = collectives.gather_rows(probabilities_of_rank).cpu()
+    rows_by_image = indices.argsort().tolist()
 
     def write() -> None:
         with replaced_file(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(["image", "class", *images.classes])
-            for place in indices.argsort().tolist():
-                index = int(indices[place])
-                numbers = [f"{value:.6g}" for value in probabilities[place].tolist()]
-                writer.writerow([images.path(index), images.classes[images.labels[index]], *numbers])
+            for row in rows_by_image:
+                index = int(indices[row])
+                true_class = images.classes[images.labels[index]]
+                numbers = [f"{value:.6g}" for value in probabilities[row].tolist()]
+                writer.writerow([images.path(index), true_class, *numbers])
 
     collectives.run_on_rank0(write)

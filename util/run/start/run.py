@@ -120,7 +120,17 @@ class Run:
                     chosen = flags_chosen(parser, argv)
                     watchdog.begin_phase("images")
                     yield cls(
-                        parser, args, chosen, plan, start, set_up, watchdog, resumed, encoder_flag, encoder, list(notes)
+                        parser=parser,
+                        args=args,
+                        chosen=chosen,
+                        plan=plan,
+                        start=start,
+                        set_up=set_up,
+                        watchdog=watchdog,
+                        resumed=resumed,
+                        encoder_flag=encoder_flag,
+                        encoder=encoder,
+                        notes=list(notes),
                     )
         finally:
             if start is not None:
