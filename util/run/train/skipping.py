@@ -57,7 +57,7 @@ def step_on_all(is_finite: torch.Tensor, optimizer: torch.optim.Optimizer) -> No
         old = before.get(place)
         if old is None:  # the first step has made this state, which begins with zeros
             old = torch.zeros_like(tensor)
-        tensor.copy_(torch.where(is_finite, tensor, old))
+        torch.where(is_finite, tensor, old, out=tensor)
 
 
 def tensors_on(device: torch.device, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
