@@ -1,4 +1,7 @@
-"""The optimizers of pre-training, by name. To add one, add it to `OPTIMIZERS`: --optimizer lists it."""
+"""The optimizers of pre-training, by name. To add one, add it to `OPTIMIZERS`: --optimizer lists it.
+
+`util.run.skipping` steps those that cannot skip a step that is not finite by themselves, with copies of the weights.
+"""
 
 import argparse
 from collections.abc import Callable, Sequence
