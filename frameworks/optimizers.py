@@ -1,6 +1,6 @@
 """The optimizers of pre-training, by name. To add one, add it to `OPTIMIZERS`: --optimizer lists it.
 
-`util.run.skipping` steps those that cannot skip a step that is not finite by themselves, with copies of the weights.
+`util.run.train.skipping` steps those that cannot skip a step that is not finite by themselves, with copies of weights.
 """
 
 import argparse

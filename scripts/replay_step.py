@@ -36,10 +36,10 @@ from util.run.files.record import Checkpoint
 from util.run.processes.distributed import init_process, precision
 from util.run.processes.shard import choose_attention
 from util.run.processes.supervise import StopSignal
-from util.run.train.bad_step import PROGRAM
 from util.run.train.loader import make_augmentation
 from util.run.train.logging import RunLog
 from util.run.train.loop import TrainLoop
+from util.run.train.saving import STEPPER as PROGRAM
 from util.text import count_of, shorten
 
 

@@ -14,7 +14,7 @@ from frameworks.registry import build_model
 from scripts import replay_step
 from scripts.replay_step import Finder
 from tests.runs import finetune, finish, pretrain, refused, reports
-from util.run.train import bad_step
+from util.run.train import saving
 from util.run.train.loop import TrainLoop
 
 QUIET = ("--picture_every", 0)
@@ -157,7 +157,7 @@ def test_a_failed_write_is_a_warning(photos, tmp_path, capsys, monkeypatch):
     def save(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.replace_in(bad_step, "torch.save", save)
+    monkeypatch.replace_in(saving, "torch.save", save)
     spoil_weights(monkeypatch, 4, 0)
     pretrain.refused(capsys, photos, tmp_path, *QUIET, "--save_steps", 100, code=3)
     assert "warning: bad-step-4.pth could not be written" in (tmp_path / "log.txt").read_text()

@@ -28,7 +28,7 @@ from util.run.processes.check_nodes import check_nodes
 from util.run.processes.distributed import Process, may_compile
 from util.run.processes.supervise import Watchdog, first_timeout
 from util.run.start.errors import SetUp, exit_on_setup_errors
-from util.run.start.folder import Start, enter_folder, join_processes
+from util.run.start.folder import Start, check_space, checkpoint_bytes, enter_folder, join_processes
 from util.run.start.plan import Plan, RunSchedule, changes_of_flags, decide_compilation, make_plan
 from util.run.start.resume import (
     choose_encoder,
@@ -39,7 +39,6 @@ from util.run.start.resume import (
     refuse_changes,
     restore,
 )
-from util.run.start.space import check_space, checkpoint_bytes
 
 
 @dataclass(frozen=True)

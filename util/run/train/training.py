@@ -28,13 +28,12 @@ from util.run.processes.distributed import precision
 from util.run.processes.supervise import BETWEEN, Stopped, StopSignal
 from util.run.start.plan import RunSchedule
 from util.run.start.run import Run, RunFacts
-from util.run.train.bad_step import save_bad_step
 from util.run.train.ending import end_after_signal, finish_run, refuse_training_error
 from util.run.train.loader import Batches, BatchSource
 from util.run.train.logging import RunLog
 from util.run.train.loop import TrainLoop
 from util.run.train.profile import Profile
-from util.run.train.saving import CheckpointSaver
+from util.run.train.saving import CheckpointSaver, save_bad_step
 from util.run.train.step_graphs import StepGraphs
 from util.run.train.wrap import wrap_model
 from util.text import count_of

@@ -18,8 +18,8 @@ from util.run.files.lock import FolderLock
 from util.run.files.search import list_finished, step_of
 from util.run.processes.shard import HostCopies
 from util.run.processes.supervise import Watchdog
-from util.run.start import space
-from util.run.start.space import check_space, checkpoint_bytes
+from util.run.start import folder as folder_module
+from util.run.start.folder import check_space, checkpoint_bytes
 from util.run.train import saving
 from util.run.train.loop import Meter
 from util.run.train.saving import CheckpointSaver, FolderLost
@@ -337,7 +337,7 @@ def test_each_piece_of_a_checkpoint_that_is_written_is_told(tmp_path):
 )
 def test_a_disk_without_space_for_the_checkpoints(tmp_path, monkeypatch, continues, free_mb, outcome):
     usage = Namespace(free=free_mb * 1e6)
-    monkeypatch.replace_in(space, "shutil.disk_usage", lambda path: usage)
+    monkeypatch.replace_in(folder_module, "shutil.disk_usage", lambda path: usage)
     saver = a_saver(tmp_path, keep_every=25, continues=continues)
     arguments = (saver.start, saver.schedule, 0, 1_000_000)
     if outcome == "refused":
