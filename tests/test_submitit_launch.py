@@ -181,9 +181,9 @@ def test_a_busy_slurm_is_asked_again(tmp_path, answers_at, requeued):
     (tmp_path / "jobs").mkdir()
     asked = tmp_path / "asked"
     called = tmp_path / "called"
-    write_program(tmp_path / "sleep", f"echo $1 >> {asked}")
-    write_program(tmp_path / "squeue", f"[ $(cat {asked} | wc -l) -ge {answers_at} ] && echo RUNNING")
-    write_program(tmp_path / "scontrol", f"touch {called}")
+    write_program(tmp_path / "sleep", f"echo $1 >> '{asked}'")
+    write_program(tmp_path / "squeue", f"[ $(cat '{asked}' | wc -l) -ge {answers_at} ] && echo RUNNING")
+    write_program(tmp_path / "scontrol", f"touch '{called}'")
     assert run_job(tmp_path, ["(exit 75)", *submitit_launch.guard(tmp_path)]).returncode == 75
     assert called.exists() == requeued
     assert asked.read_text().split() == ["10"] * min(answers_at, 6)

@@ -18,8 +18,7 @@ from util.data.transforms import Normalize
 
 def test_masked_errors_against_a_loop(photos, tmp_path):
     flags = "--model mae_vit_micro_patch4 --batch_size 8 --epochs 1 --warmup_epochs 0 --num_workers 0 --device cpu"
-    flags += f" --data_path {photos} --output_dir {tmp_path / 'run'}"
-    main_pretrain.main(flags.split())
+    main_pretrain.main([*flags.split(), "--data_path", str(photos), "--output_dir", str(tmp_path / "run")])
     model, settings = registry.load_run(tmp_path / "run")
     images = open_images("folder", photos)
     normalize = Normalize()
