@@ -39,7 +39,7 @@ from util.run.processes.supervise import StopSignal
 from util.run.train.loader import make_augmentation
 from util.run.train.logging import RunLog
 from util.run.train.loop import TrainLoop
-from util.run.train.saving import STEPPER as PROGRAM
+from util.run.train.saving import REPLAYED_PROGRAM
 from util.text import count_of, shorten
 
 
@@ -200,8 +200,8 @@ def make_replay(found: Checkpoint, data_path: str | None, device: torch.device) 
     """Makes what repeats the step after `found`. ValueError for other files, and for other data."""
     info = found.info
     check_pretrained(info, found.path)
-    if info.run is None or info.run.program != PROGRAM:
-        raise ValueError(f"{str(found.path)!r} is no bad step and no checkpoint of a run of {PROGRAM}")
+    if info.run is None or info.run.program != REPLAYED_PROGRAM:
+        raise ValueError(f"{str(found.path)!r} is no bad step and no checkpoint of a run of {REPLAYED_PROGRAM}")
     settings = {**info.settings, **info.pixel_settings}
     if settings["sampling"] == "attention":
         raise ValueError("the steps of --sampling attention also depend on maps, and cannot be repeated")

@@ -47,7 +47,7 @@ from util.data.statistics import normalizer
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
 from util.lazy import LazyModule
-from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
+from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
 from util.run.files.record import CheckpointInfo
 from util.run.start.plan import Plan, check_same
 from util.run.start.run import Run, RunFacts
@@ -63,6 +63,48 @@ WIDEST_DECODER = 768  # by default: mmsegmentation's for a ViT-B
 # Flags that describe a trained model and its data. Evaluation takes them from the checkpoint.
 MODEL_FLAGS = ("head", "model", "input_size", "patch_size", "in_chans", "decoder_channels", "num_classes")
 DATA_FLAGS = ("ignore_index", "reduce_zero_label", "image_scale", "stride", "mean", "std")
+
+
+def add_label_flags(group: FlagGroup) -> None:
+    """Adds where the images and their label files are, and what the values in the label files mean."""
+    data = group.add_argument
+    data(
+        "--data_path",
+        everyday=True,
+        changes="nothing",  # data may move: names and labels of the images are compared
+        per_process=True,
+        default="data",
+        help="folder with images/ and annotations/, each with training/ and validation/",
+    )
+    data("--num_classes", everyday=True, type=int, help="number of classes in the label files")
+    data(
+        "--ignore_index",
+        everyday=True,
+        type=int,
+        default=255,
+        help="value of pixels without a class in the label files",
+    )
+    data(
+        "--reduce_zero_label",
+        everyday=True,
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="the value 0 marks pixels without a class, and the classes begin at 1, as in ADE20K",
+    )
+    data(
+        "--allow_one_class",
+        changes="nothing",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="accept label files in which the check at the start finds a single class, though --num_classes is larger",
+    )
+    data(
+        "--class_names",
+        everyday=True,
+        metavar="FILE",
+        changes="nothing",
+        help="text file with a line `name` or `R G B name` for each class (default with --eval: the checkpoint's)",
+    )
 
 
 def get_args_parser() -> Parser:
@@ -91,44 +133,7 @@ def get_args_parser() -> Parser:
         help="divide the loss by the number of labelled pixels; off, as in mmsegmentation: of all pixels",
     )
 
-    data = groups["data"].add_argument
-    data(
-        "--data_path",
-        everyday=True,
-        changes="nothing",  # data may move: names and labels of the images are compared
-        per_process=True,
-        default="data",
-        help="folder with images/ and annotations/, each with training/ and validation/",
-    )
-    data("--num_classes", everyday=True, type=int, help="number of classes in the label files")
-    data(
-        "--ignore_index",
-        everyday=True,
-        type=int,
-        default=255,
-        help="value of pixels without a class in the label files",
-    )
-    data(
-        "--reduce_zero_label",
-        everyday=True,
-        action=boolean,
-        default=False,
-        help="the value 0 marks pixels without a class, and the classes begin at 1, as in ADE20K",
-    )
-    data(
-        "--allow_one_class",
-        changes="nothing",
-        action=boolean,
-        default=False,
-        help="accept label files in which the check at the start finds a single class, though --num_classes is larger",
-    )
-    data(
-        "--class_names",
-        everyday=True,
-        metavar="FILE",
-        changes="nothing",
-        help="text file with a line `name` or `R G B name` for each class (default with --eval: the checkpoint's)",
-    )
+    add_label_flags(groups["data"])
 
     augmentation = groups["augmentation"].add_argument
     augmentation(

@@ -30,7 +30,7 @@ from util.run.start.folder import Start
 from util.run.start.plan import RunSchedule
 from util.run.train.loop import TrainLoop
 
-STEPPER = "main_pretrain.py"  # the program whose steps `scripts/replay_step.py` can repeat
+REPLAYED_PROGRAM = "main_pretrain.py"  # the program whose steps `scripts/replay_step.py` can repeat
 UNSAVED_SECONDS = 60.0  # of training that may be lost if the process is killed in work between steps
 MAX_FAILURES = 3  # this many saves in a row that fail end the run
 PULSE = 1.0  # seconds between two looks at a write that is waited for
@@ -347,7 +347,7 @@ def save_bad_step(saver: CheckpointSaver) -> bool:
     All ranks must call it. A write that fails costs a warning.
     """
     step = saver.step_of_weights()
-    if step == saver.loop.step or saver.start.program != STEPPER:
+    if step == saver.loop.step or saver.start.program != REPLAYED_PROGRAM:
         return False
     saver.finish()  # the write before it reads the memory of the copy
     state = {"model": saver.model.state_dict(), "scaler": saver.loop.precision.scaler.state_dict()}

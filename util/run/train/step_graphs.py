@@ -30,9 +30,8 @@ class StepGraphs:
         self.batch: list[Any] = []
         self.losses: dict[str, torch.Tensor] = {}
         self.flag = torch.zeros(1, device=device)
-        self.passes: dict[
-            bool, Replay
-        ] = {}  # by whether the pass is the first of its step; others add to its gradients
+        # By whether the pass is the first of its step: the others add to its gradients.
+        self.passes: dict[bool, Replay] = {}
         self.replay_update: Replay | None = None
         self.updated: tuple[torch.Tensor, torch.Tensor] | None = None  # what the update returns
         self.capture = make_capture(device)
