@@ -25,9 +25,9 @@ from downstream.common import StepDecay, schedule_by_iterations
 from downstream.detection.data import CocoImages, LargeScaleJitter, PadAndStack
 from downstream.detection.engine_detection import evaluate, train_iterations
 from downstream.detection.masks import coco_masks
-from downstream.detection.models import Detector, build_detector
+from downstream.detection.models import Detector, build_detector, load_detector
 from downstream.recipes import DETECTION_RECIPES, MASK_RCNN_DEFAULTS
-from encoders.load import fit, load_encoder, read
+from encoders.load import load_encoder
 from util.data.datasets import AddressedDataset
 from util.data.images import check_splits
 from util.data.statistics import normalizer
@@ -280,25 +280,21 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
     given: names of the flags that were set explicitly.
     """
     coco_masks()
-    weights = read(args.resume)
-    checkpoint_name = f"the model at {str(weights.path)!r}"
-    settings = weights.settings
-    if "categories" not in settings:
-        raise ValueError(f"{str(weights.path)!r} holds no detector of this program")
+    trained = load_detector(args.resume)
+    checkpoint_name = f"the model at {str(trained.weights.path)!r}"
+    settings = trained.settings
     check_same(args, settings, given.intersection(MODEL_FLAGS), checkpoint_name)
     if args.masks and not settings["masks"]:
         raise ValueError(f"--masks, but {checkpoint_name} has no mask head: leave it out")
     images = open_split(args, "val", settings["in_chans"])
     check_categories(settings["categories"], images, checkpoint_name)
-    model = build_detector({**settings, "drop_path": 0.0}).eval()
-    fit(model, weights, "all")
-    pixels = {**settings, **weights.pixels}
+    pixels = dict(settings)
     for name in given.intersection(("mean", "std")):
         pixels[name] = getattr(args, name)
     masks = settings["masks"] and choose_masks(args.masks, images)
     context = session.make_context(args, normalizer(pixels, images.pixel_format), batch_size=1)
-    result = evaluate(model.to(context.device), images, masks, session.num_pictures(args), context)
-    session.finish(result, describe_scores(result.scores), args.resume, weights.info.step, PICTURE)
+    result = evaluate(trained.model.to(context.device), images, masks, session.num_pictures(args), context)
+    session.finish(result, describe_scores(result.scores), args.resume, trained.weights.info.step, PICTURE)
     return result.scores
 
 

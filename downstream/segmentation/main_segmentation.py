@@ -38,8 +38,8 @@ from downstream.segmentation.engine_segmentation import (
     read_classes,
     train_iterations,
 )
-from downstream.segmentation.models import HEADS, Segmenter, build_segmenter
-from encoders.load import fit, load_encoder, read
+from downstream.segmentation.models import HEADS, Segmenter, TrainedSegmenter, build_segmenter, load_segmenter
+from encoders.load import load_encoder
 from util import collectives
 from util.data.datasets import AddressedDataset
 from util.data.images import ImageError, check_splits
@@ -48,7 +48,6 @@ from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
 from util.lazy import LazyModule
 from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
-from util.run.files.record import CheckpointInfo
 from util.run.start.plan import Plan, check_same
 from util.run.start.run import Run, RunFacts
 from util.run.train.loader import TrainLoader
@@ -309,34 +308,28 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- evaluation
 
 
-def load_segmenter(args: argparse.Namespace, given: set[str]) -> tuple[Segmenter, argparse.Namespace, CheckpointInfo]:
-    """Loads the trained model at --resume.
+def settings_of_model(trained: TrainedSegmenter, args: argparse.Namespace, given: set[str]) -> argparse.Namespace:
+    """Returns the flags with the settings of the trained model. Explicit flags of the data win over them.
 
-    Returns (model in eval mode, the flags with the model's settings, what the checkpoint says). Explicit flags of the
-    data win over the checkpoint's. given: names of the flags that were set explicitly. ValueError if the flags
-    contradict the model.
+    given: names of the flags that were set explicitly. ValueError if they contradict the model.
     """
-    weights = read(args.resume)
-    settings = weights.settings
-    if "head" not in settings:
-        raise ValueError(f"{str(weights.path)!r} holds no segmentation model of this program")
-    check_same(args, settings, given.intersection(MODEL_FLAGS), f"the model at {str(weights.path)!r}")
+    settings = trained.settings
+    check_same(args, settings, given.intersection(MODEL_FLAGS), f"the model at {str(trained.weights.path)!r}")
     args = argparse.Namespace(**vars(args))
-    args.drop_path = 0.0
     for name in MODEL_FLAGS:
         setattr(args, name, settings[name])
     for name in DATA_FLAGS:
         if name not in given:
             setattr(args, name, settings[name])
     check_data_flags(args)
-    model = build_segmenter(vars(args))
-    fit(model, weights, "all")
-    return model.eval(), args, weights.info
+    return args
 
 
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, Any]:
     """Evaluates the model at --resume on the validation split and returns the scores."""
-    model, args, info = load_segmenter(args, given)
+    trained = load_segmenter(args.resume)
+    args = settings_of_model(trained, args, given)
+    info = trained.weights.info
     if info.classes and "class_names" not in given:
         classes = ClassList(info.classes, np.array(info.class_colors, np.uint8))
     else:
@@ -345,7 +338,7 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
     session.print(*images.notes)
     pixels = {**info.pixel_settings, "mean": args.mean, "std": args.std}
     context = session.make_context(args, normalizer(pixels, images.pixel_format), batch_size=1)
-    model = model.to(context.device)
+    model = trained.model.to(context.device)
     view = SlideView(args.image_scale, args.stride)
     result = evaluate(model, images, classes, view, session.num_pictures(args), context)
     session.finish(result, describe_scores(result.scores), args.resume, info.step, PICTURE)

@@ -154,7 +154,7 @@ def test_an_evaluation_refuses_flags_that_it_cannot_follow(dense, capsys, flags,
 def test_an_evaluation_refuses_other_models(dense, encoder, capsys):
     program, data, _ = dense
     message = program.refuses_to_evaluate(capsys, data, encoder)
-    assert re.search("holds no (segmentation model|detector) of this program", message)
+    assert re.search("holds no (segmentation model|detector) of main_(segmentation|detection).py", message)
 
 
 def test_an_export_says_what_can_be_done_instead(dense, encoder, tmp_path, capsys):
