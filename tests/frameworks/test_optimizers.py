@@ -7,7 +7,7 @@ from timm.optim import Lion
 from frameworks import optimizers
 from main_pretrain import get_args_parser
 from recipes import RECIPES
-from scripts import predict, profile_pretrain
+from scripts import estimate, profile_pretrain
 from tests.runs import pretrain
 from util.run.cli import parse_with_recipe
 
@@ -45,5 +45,5 @@ def test_the_time_of_its_step_is_measured(lion):
 
 
 def test_the_time_of_its_step_is_not_predicted(lion):
-    with pytest.raises(ValueError, match="cifar10_mae: predict.py knows --optimizer adamw alone"):
-        predict.count_costs(settings_of("cifar10_mae", *lion))
+    with pytest.raises(ValueError, match="cifar10_mae: estimate.py knows --optimizer adamw alone"):
+        estimate.count_costs(settings_of("cifar10_mae", *lion))

@@ -1,7 +1,7 @@
 """Predict time, memory and days of MAE's pre-training on GPUs that need not be here, by arithmetic from its sizes.
 
-    python scripts/predict.py mae_vit_base_800ep prmim50_vit_base_800ep --gpu H200 A100-80 --gpus 8
-    python scripts/predict.py mae_vit_large_800ep --model mae_vit_huge_patch14 --gpu H200 --csv predicted.csv
+    python scripts/estimate.py mae_vit_base_800ep prmim50_vit_base_800ep --gpu H200 A100-80 --gpus 8
+    python scripts/estimate.py mae_vit_large_800ep --model mae_vit_huge_patch14 --gpu H200 --csv predicted.csv
 
 A block of width D on T tokens computes 12 T D^2 + 2 T^2 D multiply-adds, and moves and keeps T D values times the
 constants below. The bound is a roofline: FLOPs / rate of large matrix products, plus bytes / rate of large copies, plus
@@ -114,13 +114,13 @@ def count_costs(settings: dict[str, Any]) -> Costs:
     with torch.device("meta"):
         model = build_model(settings, read_files=False)
     if type(model) is not MaskedAutoencoderViT:
-        raise ValueError(f"{settings['recipe']} trains {settings['model']}: predict.py knows the layers of MAE alone")
+        raise ValueError(f"{settings['recipe']} trains {settings['model']}: estimate.py knows the layers of MAE alone")
     decoder = model.decoder
     aggregates = decoder.aggregation is not None
     if aggregates and settings["aggregation"] != "dwconv":
-        raise ValueError(f"{settings['recipe']}: predict.py knows --aggregation dwconv alone")
+        raise ValueError(f"{settings['recipe']}: estimate.py knows --aggregation dwconv alone")
     if settings["optimizer"] != "adamw":
-        raise ValueError(f"{settings['recipe']}: predict.py knows --optimizer adamw alone")
+        raise ValueError(f"{settings['recipe']}: estimate.py knows --optimizer adamw alone")
     counts = model.counts
     width = model.embed_dim
     decoder_width = decoder.embed.out_features
@@ -219,7 +219,7 @@ def markdown(rows: Sequence[dict[str, Any]], cores: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program; `argv` replaces the command line."""
-    parser = Parser("predict.py", description=__doc__)
+    parser = Parser("estimate.py", description=__doc__)
     flag = parser.add_argument
     flag("recipes", nargs="+", metavar="RECIPE", help="names from recipes.py, of MAE's models")
     flag("--model", help="another of MAE's models for the recipes")
@@ -257,4 +257,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_program(main, "predict.py")
+    run_program(main, "estimate.py")

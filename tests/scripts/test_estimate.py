@@ -8,8 +8,8 @@ import pytest
 
 from main_pretrain import get_args_parser
 from recipes import RECIPES
-from scripts import predict
-from scripts.predict import DEVICES, count_costs
+from scripts import estimate
+from scripts.estimate import DEVICES, count_costs
 from tests.gmac import forward_gmac
 from tests.runs import refused
 from util.run.cli import parse_with_recipe
@@ -27,7 +27,7 @@ def settings_of(recipe, *flags):
 def predicted(recipe, code="eager", **options):
     settings = settings_of(recipe)
     options = {"gpus": 8, "cores": 14, "batch_size": None, **options}
-    return predict.predict(settings, count_costs(settings), "H200", code=code, **options)
+    return estimate.predict(settings, count_costs(settings), "H200", code=code, **options)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_predictions_are_near_what_an_h100_has_measured(row):
     recipe = "prmim50" if float(row["throw_ratio"]) else "mae"
     settings = settings_of(f"{recipe}_{row['model']}_800ep")
     settings["total_batch_size"] = int(row["batch_size"])
-    now = predict.predict(settings, count_costs(settings), "H100", 1, row["code"], 16, int(row["batch_size"]))
+    now = estimate.predict(settings, count_costs(settings), "H100", 1, row["code"], 16, int(row["batch_size"]))
     assert now["expected_ms"] == pytest.approx(float(row["ms"]), rel=0.08)
     assert now["peak_gb"] == pytest.approx(float(row["peak_gb"]), rel=0.1)
 
@@ -91,7 +91,7 @@ def test_predictions_are_near_what_an_h100_has_measured(row):
 def test_a_step_is_no_shorter_than_its_launches():
     """Of ViT-L's 32 blocks, at 256 images: PR-MIM is no faster than the host."""
     settings = {**settings_of("prmim50_vit_large_800ep"), "total_batch_size": 128}
-    row = predict.predict(settings, count_costs(settings), "H100", 1, "compiled", 16, 128)
+    row = estimate.predict(settings, count_costs(settings), "H100", 1, "compiled", 16, 128)
     assert row["expected_ms"] == row["host_ms"] == pytest.approx(32 * 3.3)
 
 
@@ -121,7 +121,7 @@ def test_the_total_batch_is_split():
 def test_the_program_writes_its_rows(tmp_path, capsys):
     path = tmp_path / "predicted.csv"
     flags = "--model mae_vit_huge_patch14 --gpu H200 L40S --csv"
-    predict.main(["mae_vit_large_800ep", *flags.split(), str(path)])
+    estimate.main(["mae_vit_large_800ep", *flags.split(), str(path)])
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
     assert {row["model"] for row in rows} == {"mae_vit_huge_patch14"}
@@ -139,13 +139,13 @@ def test_the_program_writes_its_rows(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("greenmim_swin_base_100ep", "predict.py knows the layers of MAE alone"),
-        ("convnext_vit_base_100ep", "predict.py knows --aggregation dwconv alone"),
+        ("greenmim_swin_base_100ep", "estimate.py knows the layers of MAE alone"),
+        ("convnext_vit_base_100ep", "estimate.py knows --aggregation dwconv alone"),
         ("mae_vit_base_100ep --gpus 3", "cannot be split over 3 processes"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(flags, message, capsys):
-    assert message in refused(capsys, predict.main, *flags.split())
+    assert message in refused(capsys, estimate.main, *flags.split())
 
 
 def test_the_table_in_docs_is_that_of_the_script():
@@ -156,7 +156,7 @@ def test_the_table_in_docs_is_that_of_the_script():
     for row in rows:
         settings = settings_of(row["recipe"], "--model", row["model"])
         costs = costs_of(row["recipe"], row["model"])
-        now = predict.predict(settings, costs, row["device"], int(row["gpus"]), row["code"], cores=14, batch_size=None)
+        now = estimate.predict(settings, costs, row["device"], int(row["gpus"]), row["code"], cores=14, batch_size=None)
         assert {name: str(value) for name, value in now.items()} == row
         if row["device"] == "H200" and row["code"] == "compiled" and "huge" not in row["model"]:
             cells = f"{row['code']} | {now['peak_gb']:.1f} | {now['largest_batch_size']} | {now['bound_ms']:.0f} | "
