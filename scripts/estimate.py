@@ -6,9 +6,9 @@
 A block of width D on T tokens computes 12 T D^2 + 2 T^2 D multiply-adds, and moves and keeps T D values times the
 constants below. The bound is a roofline: FLOPs / rate of large matrix products, plus bytes / rate of large copies, plus
 the update of the weights. The expected step is longer by the factors that ViT-B's step had on an H100, and at least as
-long as the host needs to launch it there. It says how long the GPUs work. Images may come more slowly: days are given
-with each GPU's cores decoding JPEGs in full size, and decoding shards that `pack_dataset.py --quality 90` has written,
-and say which of the two is the limit. Communication is left out.
+long as the host needs to launch it there without --cuda_graph. It says how long the GPUs work. Images may come more
+slowly: days are given with each GPU's cores decoding JPEGs in full size, and decoding shards that `pack_dataset.py
+--quality 90` has written, and say which of the two is the limit. Communication is left out.
 """
 
 import sys
@@ -38,6 +38,7 @@ PIXEL = 13  # bytes a pixel value: uint8, and float32 as image, patches and targ
 UPDATE = 32  # bytes that the norm of the gradients and AdamW move for each parameter
 # A real step relative to the bound, on an H100: docs/costs.md. Attention and norms are farther from their limits.
 EXPECTED = {"eager": 1.55, "compiled": 1.65}
+EXPECTED_SHORT = 1.45  # compiled, with `--attention short`, which "auto" is on Hopper alone
 HOST = 3.3e-3  # seconds of the host for each block of a micro-batch: 66 ms for the 20 of ViT-B, on a virtual Xeon core
 USUAL_BATCH = 512  # images of a micro-batch, where they fit
 IMAGENET = 1_281_167
@@ -54,6 +55,7 @@ class Device:
     flops: float  # per second, of a large matrix product in bfloat16
     bandwidth: float  # bytes per second, read and written, of a large copy
     memory: float  # bytes
+    is_hopper: bool = False
 
 
 # MAMF: "Maximum Achievable Matmul FLOPS", bfloat16, mean of 100 products of the best shape in PyTorch:
@@ -66,9 +68,9 @@ DEVICES = {
     # SXM. Product of 8192^3 random numbers, and copy of 8.6 GB, in PyTorch 2.11, 2026-10: reported to this project,
     # which did not measure it; the copy has no publication. Published products: 790 in TABLE, 794.5 in MAMF.
     # Datasheet 989 TFLOP/s without sparsity, 4.8 TB/s, 141 GB: https://www.nvidia.com/en-us/data-center/h200
-    "H200": Device(788e12, 4.3e12, 139 * GIB),
+    "H200": Device(788e12, 4.3e12, 139 * GIB, is_hopper=True),
     # SXM. MAMF; datasheet 3.35 TB/s: https://www.nvidia.com/en-us/data-center/h100
-    "H100": Device(794.5e12, SHARE * 3.35e12, 79 * GIB),
+    "H100": Device(794.5e12, SHARE * 3.35e12, 79 * GIB, is_hopper=True),
     # SXM. MAMF; datasheet 2.039 TB/s: https://www.nvidia.com/en-us/data-center/a100, times the share of the next line
     "A100-80": Device(271.2e12, 0.846 * 2.039e12, 79 * GIB),
     # SXM. MAMF of A100 SXM, whose memory it does not name; copy: 1225.3 GiB/s of 1448.4,
@@ -171,7 +173,10 @@ def predict(
     size, accum_iter, total = split_batch(batch_size, settings["accum_iter"], settings["total_batch_size"], gpus, usual)
     bound = total / gpus * costs.seconds(device, code) + UPDATE * costs.parameters / device.bandwidth
     host = HOST * costs.num_blocks * accum_iter
-    expected = max(EXPECTED[code] * bound, host)
+    factor = EXPECTED[code]
+    if code == "compiled" and device.is_hopper:
+        factor = EXPECTED_SHORT
+    expected = max(factor * bound, host)
     images = settings["epochs"] * IMAGENET
     if settings["dataset"] == "cifar10":
         images = settings["epochs"] * 50_000

@@ -22,8 +22,8 @@ from util import attention, short_attention
 from util.run.processes import shard
 
 CPU = torch.device("cpu")
+# (tokens, heads, width)
 SHAPES = [(1, 3, 16), (2, 1, 64), (17, 2, 32), (50, 3, 64), (65, 1, 80), (99, 2, 32), (128, 2, 24)]
-SHAPES += [(129, 1, 16), (197, 2, 32), (197, 1, 64), (256, 1, 80)]  # tokens, heads, width
 BATCH_SIZES = (3, 1, 2)
 
 

@@ -22,7 +22,7 @@ BIASED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend
 _active_order = ExitStack()  # holds torch's context manager, which stays entered between calls of `prefer`
 _active_name = "auto"
 
-MAX_SHORT = 256  # tokens
+MAX_SHORT = 128  # tokens; with more, torch's kernels were faster on an H100
 _short: frozenset[tuple[torch.dtype, int, int]] = frozenset()  # (type, heads, width of a head): tested, and in use
 
 # `util.short_attention` implements them with Triton, whose import takes long. The names exist without it.

@@ -1,10 +1,9 @@
-"""Self-attention of at most 256 tokens in Triton: the encoder of a masked autoencoder sees 50 tokens of an image.
+"""Self-attention of at most 128 tokens in Triton: the encoder of a masked autoencoder sees 50 tokens of an image.
 
 Queries, keys and values are read from the tensor that the projection writes, and their gradient is written in the same
-layout, so nothing is copied. Nothing but qkv is kept for the backward pass. There are no atomics: results repeat bit
-for bit. Up to 128 tokens the backward pass is one kernel, in which a program holds all keys of a head. For more tokens
-its registers would not suffice: one kernel then computes the gradient of the queries, another one those of keys and
-values.
+layout, so nothing is copied. Nothing but qkv is kept for the backward pass, in which a program holds all keys of a
+head. There are no atomics: results repeat bit for bit. For more tokens the registers of one program do not suffice, and
+a backward pass of two kernels was slower on an H100 than torch's (docs/costs.md).
 
 `util.attention` defines the operator `prmim::short_attention`, and decides where it is used. Importing this file
 imports Triton, and adds the implementation.
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from util.attention import MAX_SHORT
 
-LENGTHS = (2, 64, 65, 128, 129, 256)  # the least and the greatest T of each value of KEYS
+LENGTHS = (2, 64, 65, 128)  # the least and the greatest T of each value of KEYS
 
 
 @triton.jit
@@ -109,14 +108,12 @@ def forward_kernel(
 
 
 @triton.jit
-def _softmax(q: tl.tensor, k: tl.tensor, keys: tl.tensor, T: tl.tensor, scale: tl.tensor) -> tuple:
-    """The weights of the keys for each query, [KEYS, ROWS], and the logarithm to base 2 of the sum of each column."""
+def _softmax(q: tl.tensor, k: tl.tensor, keys: tl.tensor, T: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """The weights of the keys for each query, [KEYS, ROWS]."""
     scores = _scores(k, q, scale)
     scores = tl.where(keys[:, None] < T, scores, float("-inf"))
-    top = tl.max(scores, 0)
-    p = tl.exp2(scores - top[None, :])
-    total = tl.sum(p, 0)
-    return p / total[None, :], top + tl.log2(total)
+    p = tl.exp2(scores - tl.max(scores, 0)[None, :])
+    return p / tl.sum(p, 0)[None, :]
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -153,105 +150,13 @@ def backward_kernel(
         rows = start + tl.arange(0, ROWS)
         q = _load(Q, rows, T, STRIDE, D, W)
         grad = _load(GRAD, rows, T, C, D, W)
-        p, _ = _softmax(q, k, keys, T, scale)
+        p = _softmax(q, k, keys, T, scale)
         dv += tl.dot(p.to(grad.dtype), grad)
         dp = tl.dot(v, tl.trans(grad))
         ds = (p * (dp - tl.sum(p * dp, 0)[None, :])).to(q.dtype)
         dk += tl.dot(ds, q)
         dq = tl.dot(tl.trans(ds), k) * scale
         _store(DQ, dq, rows, T, STRIDE, D, W)
-    _store(DK, dk * scale, keys, T, STRIDE, D, W)
-    _store(DV, dv, keys, T, STRIDE, D, W)
-
-
-@triton.jit(do_not_specialize=["T"])
-def backward_queries_kernel(
-    QKV: tl.tensor,
-    GRAD: tl.tensor,
-    DQKV: tl.tensor,
-    SUMS: tl.tensor,
-    MEANS: tl.tensor,
-    T: tl.tensor,
-    scale: tl.tensor,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    KEYS: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
-    """The gradient of ROWS queries, and for `backward_keys_kernel` two numbers of each query, in SUMS and MEANS."""
-    C: tl.constexpr = H * D
-    STRIDE: tl.constexpr = 3 * C
-    image = (tl.program_id(0) // H).to(tl.int64)
-    head = tl.program_id(0) % H
-    Q = QKV + image * T * STRIDE + head * D
-    K = Q + C
-    V = K + C
-    DQ = DQKV + image * T * STRIDE + head * D
-    GRAD += image * T * C + head * D
-    SUMS += (image * H + head) * T
-    MEANS += (image * H + head) * T
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    keys = tl.arange(0, KEYS)
-    q = _load(Q, rows, T, STRIDE, D, W)
-    k = _load(K, keys, T, STRIDE, D, W)
-    p, log_sums = _softmax(q, k, keys, T, scale)
-    v = _load(V, keys, T, STRIDE, D, W)
-    grad = _load(GRAD, rows, T, C, D, W)
-    dp = tl.dot(v, tl.trans(grad))
-    means = tl.sum(p * dp, 0)
-    ds = (p * (dp - means[None, :])).to(k.dtype)
-    dq = tl.dot(tl.trans(ds), k) * scale
-    _store(DQ, dq, rows, T, STRIDE, D, W)
-    tl.store(SUMS + rows, log_sums, mask=rows < T)
-    tl.store(MEANS + rows, means, mask=rows < T)
-
-
-@triton.jit(do_not_specialize=["T"])
-def backward_keys_kernel(
-    QKV: tl.tensor,
-    GRAD: tl.tensor,
-    DQKV: tl.tensor,
-    SUMS: tl.tensor,
-    MEANS: tl.tensor,
-    T: tl.tensor,
-    scale: tl.tensor,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    KEYS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """The gradients of BLOCK keys and of their values."""
-    C: tl.constexpr = H * D
-    STRIDE: tl.constexpr = 3 * C
-    image = (tl.program_id(0) // H).to(tl.int64)
-    head = tl.program_id(0) % H
-    Q = QKV + image * T * STRIDE + head * D
-    K = Q + C
-    V = K + C
-    DQ = DQKV + image * T * STRIDE + head * D
-    DK = DQ + C
-    DV = DK + C
-    GRAD += image * T * C + head * D
-    SUMS += (image * H + head) * T
-    MEANS += (image * H + head) * T
-    keys = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    k = _load(K, keys, T, STRIDE, D, W)
-    v = _load(V, keys, T, STRIDE, D, W)
-    dk = tl.zeros([BLOCK, W], tl.float32)
-    dv = tl.zeros([BLOCK, W], tl.float32)
-    for start in range(0, KEYS, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        q = _load(Q, rows, T, STRIDE, D, W)
-        grad = _load(GRAD, rows, T, C, D, W)
-        log_sums = tl.load(SUMS + rows, mask=rows < T, other=0.0)
-        means = tl.load(MEANS + rows, mask=rows < T, other=0.0)
-        p = tl.exp2(_scores(k, q, scale) - log_sums[None, :])
-        dv += tl.dot(p.to(grad.dtype), grad)
-        ds = p * (tl.dot(v, tl.trans(grad)) - means[None, :])
-        dk += tl.dot(ds.to(q.dtype), q)
     _store(DK, dk * scale, keys, T, STRIDE, D, W)
     _store(DV, dv, keys, T, STRIDE, D, W)
 
@@ -281,20 +186,15 @@ def forward_launch(num_tokens: int, num_heads: int, width: int) -> Launch:
 
 
 @functools.cache
-def backward_launches(num_tokens: int, num_heads: int, width: int) -> list[Launch]:
-    """Returns the kernels of the backward pass: one, or that of the queries and that of the keys."""
+def backward_launch(num_tokens: int, num_heads: int, width: int) -> Launch:
+    """Returns how the backward pass runs."""
     constants = padded_sizes(num_tokens, num_heads, width)
+    if num_tokens > 64:
+        return Launch(backward_kernel, {**constants, "ROWS": 32}, 1, warps=8, stages=1)
     warps = 4
     if width > 64:
         warps = 8
-    if num_tokens <= 64:
-        return [Launch(backward_kernel, {**constants, "ROWS": 64}, 1, warps, stages=1)]
-    constants["ROWS"] = 32
-    if num_tokens <= 128:
-        return [Launch(backward_kernel, constants, 1, warps=8, stages=1)]
-    queries = Launch(backward_queries_kernel, constants, triton.cdiv(num_tokens, 32), warps=8, stages=1)
-    keys = Launch(backward_keys_kernel, {**constants, "BLOCK": 64}, triton.cdiv(num_tokens, 64), warps, stages=2)
-    return [queries, keys]
+    return Launch(backward_kernel, {**constants, "ROWS": 64}, 1, warps, stages=1)
 
 
 def padded_sizes(num_tokens: int, num_heads: int, width: int) -> dict[str, int]:
@@ -336,15 +236,10 @@ def backward(qkv: Tensor, grad: Tensor, num_heads: int) -> Tensor:
     """Computes the gradient of qkv [B, T, 3 C] from that of the output [B, T, C]."""
     qkv = qkv.contiguous()
     grad = grad.contiguous()
-    B, T, channels = qkv.shape
-    tensors = [qkv, grad, empty_gradient(qkv, grad, num_heads)]
-    launches = backward_launches(T, num_heads, channels // (3 * num_heads))
-    if len(launches) == 2:
-        sums = qkv.new_empty(B, num_heads, T, dtype=torch.float32)
-        tensors += [sums, torch.empty_like(sums)]
-    for launch in launches:
-        run(launch, tensors)
-    return tensors[2]
+    _, T, channels = qkv.shape
+    gradient = empty_gradient(qkv, grad, num_heads)
+    run(backward_launch(T, num_heads, channels // (3 * num_heads)), [qkv, grad, gradient])
+    return gradient
 
 
 def empty_output(qkv: Tensor, num_heads: int) -> Tensor:

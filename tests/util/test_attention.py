@@ -235,8 +235,8 @@ def test_a_fault_on_any_rank_makes_all_use_torchs_kernels(faults, monkeypatch):
     ("tokens", "heads", "dtype", "is_served"),
     [
         (50, 2, torch.bfloat16, True),
-        (256, 2, torch.bfloat16, True),
-        (257, 2, torch.bfloat16, False),
+        (128, 2, torch.bfloat16, True),
+        (129, 2, torch.bfloat16, False),
         (50, 4, torch.bfloat16, False),
         (50, 2, torch.float16, False),
         (50, 2, torch.float32, False),

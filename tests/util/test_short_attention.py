@@ -32,7 +32,7 @@ def interpreted():
 
 def test_numbers_are_those_of_a_slow_derivation_and_repeat(interpreted):
     cases = [line for case, line in interpreted.items() if "tokens" in case]
-    assert len(cases) == 11
+    assert len(cases) == 7
     for line in cases:
         assert max(line["errors"]) < 3e-6, line
         assert max(line["reference_errors"]) < 1e-13, line
@@ -76,7 +76,7 @@ def test_selective_recomputation_keeps_its_output(suffix, interpreted):
 
 def launches_of(num_tokens, num_heads, width):
     forward = short_attention.forward_launch(num_tokens, num_heads, width)
-    return [forward, *short_attention.backward_launches(num_tokens, num_heads, width)]
+    return [forward, short_attention.backward_launch(num_tokens, num_heads, width)]
 
 
 def test_every_length_is_served_by_a_kernel_that_is_tested_before_use():
@@ -86,8 +86,8 @@ def test_every_length_is_served_by_a_kernel_that_is_tested_before_use():
     tested = [compiled_for(num_tokens) for num_tokens in short_attention.LENGTHS]
     for num_tokens in range(1, attention.MAX_SHORT + 1):
         assert compiled_for(num_tokens) in tested
-    with pytest.raises(ValueError, match="at most 256 tokens, got 257"):
-        launches_of(257, 2, 32)
+    with pytest.raises(ValueError, match="at most 128 tokens, got 129"):
+        launches_of(129, 2, 32)
 
 
 def test_an_operator_that_raises_is_a_fault():
@@ -108,7 +108,7 @@ def larger_gradient(qkv, num_heads):
 
 def wrong_last_token(qkv, num_heads):
     out = short_attention.reference(qkv, num_heads)
-    if qkv.shape[1] < 256:
+    if qkv.shape[1] < 128:
         return out
     return torch.cat([out[:, :-1], out[:, :1]], dim=1)
 
@@ -123,7 +123,7 @@ def not_a_number(qkv, num_heads):
     [
         (larger_output, "output for 2 tokens: relative error "),
         (larger_gradient, "gradient of queries for 2 tokens: relative error "),
-        (wrong_last_token, "output for 256 tokens: relative error "),
+        (wrong_last_token, "output for 128 tokens: relative error "),
         (not_a_number, "output for 2 tokens: relative error nan"),
     ],
 )
@@ -136,8 +136,8 @@ def test_wrong_numbers_are_a_fault(operator, fault, dtype, monkeypatch):
 
 @pytest.mark.skipif(not compile_attention.CUOBJDUMP.exists(), reason="this Triton has no cuobjdump")
 def test_kernels_compile_for_an_absent_gpu_and_spill_nothing():
-    """At the sizes of ViT-B: its encoder, and its decoder at throw ratios 0.5 and 0."""
-    for tokens, heads, width in ((64, 12, 64), (128, 16, 32), (256, 16, 32)):
+    """At the sizes of ViT-B: its encoder, and its decoder at throw ratio 0.5."""
+    for tokens, heads, width in ((64, 12, 64), (128, 16, 32)):
         for launch in launches_of(tokens, heads, width):
             row = compile_attention.compile_kernel(launch, tokens, 90)
             assert 0 < row["registers"] <= 255
@@ -171,7 +171,7 @@ def relative_error(found, expected):
 def test_on_a_gpu_errors_are_those_of_torchs_kernels(width, dtype):
     torch.manual_seed(0)
     heads = 3
-    for tokens in (1, 17, 50, 64, 65, 99, 128, 129, 197, 256):
+    for tokens in (1, 17, 50, 64, 65, 99, 128):
         qkv = torch.randn(5, tokens, 3 * heads * width, device=GPU, dtype=dtype)
         grad = torch.randn(5, tokens, heads * width, device=GPU, dtype=dtype)
 

@@ -311,7 +311,7 @@ def add_device_flags(group: FlagGroup) -> None:
         changes="rounding",
         default="auto",
         choices=CHOICES,
-        help="attention kernel that is tried first; short: for training with at most 256 tokens, auto on an H100",
+        help="attention kernel that is tried first; short: for training with at most 128 tokens, auto on an H100",
     )
     flag(
         "--compile",
