@@ -13,11 +13,10 @@ from util.evaluate.loop import EvalContext
 from util.evaluate.results import RESULTS, Evaluation
 from util.pictures import save
 from util.run.cli import Parser
-from util.run.files.lock import lock_folder
 from util.run.files.reports import write_json
 from util.run.processes import distributed
 from util.run.start.errors import exit_on_setup_errors
-from util.run.start.folder import refuse_different_starts
+from util.run.start.folder import lock_folder, refuse_different_starts
 from util.run.start.plan import num_workers
 from util.text import printable
 

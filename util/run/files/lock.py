@@ -4,14 +4,14 @@ import errno
 import fcntl
 import os
 import socket
+import struct
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-
-from util import collectives
 
 LOCK = ".lock"
 # Errors of a path that will never be writable. Others, such as a full disk or a stale handle, may pass.
@@ -137,20 +137,41 @@ class FolderLock:
         self.file = other.file
 
 
-def lock_folder(path: str | Path, created: list[Path] | None = None) -> tuple[Path, FolderLock | None]:
-    """Creates and locks the output folder of a program without checkpoints. All ranks must call it.
+@dataclass(frozen=True)
+class LockView:
+    """The lock of a folder as this process sees it. holder: the last that took it, or "". host: its host, or "".
 
-    Returns (the folder, the lock on rank 0). The lock is held as long as the caller keeps it. ValueError on all ranks
-    if the folder cannot be written to or is in use by another process.
+    is_held: None if it cannot be known: the file cannot be read, or its file system has no locks.
     """
-    lock: FolderLock | None = None
 
-    def create_and_lock() -> Path:
-        nonlocal lock
-        folder = writable_folder(path, created)
-        lock = FolderLock(folder, created)
-        for remark in lock.remarks:
-            print(remark, flush=True)
-        return folder
+    holder: str
+    is_held: bool | None
 
-    return collectives.run_on_rank0(create_and_lock), lock
+    @property
+    def host(self) -> str:
+        return self.holder.partition(" on ")[2]
+
+
+def view_lock(folder: str | Path) -> LockView:
+    """Looks at the lock without taking it, so that no start of a run is refused meanwhile.
+
+    Not for the process that holds it: to close the file would free it.
+    """
+    try:
+        with open(Path(folder) / LOCK, errors="replace") as file:
+            holder = file.read(1000).strip()
+            return LockView(holder, _is_locked(file.fileno()))
+    except FileNotFoundError:
+        return LockView("", False)
+    except OSError:
+        return LockView("", None)
+
+
+def _is_locked(descriptor: int) -> bool | None:
+    """Asks whether another process has locked the file; None if this system is not Linux. OSError without locks."""
+    if not sys.platform.startswith("linux"):
+        return None
+    fields = "hhqqi4x"  # struct flock: type, whence, start, length (0: to the end), process
+    asked = struct.pack(fields, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, asked)
+    return bool(struct.unpack(fields, answer)[0] != fcntl.F_UNLCK)

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # What scripts/export.py stores beside the weights: of the images, and of a classifier.
 INVALID_SETTINGS = ("nodata", "mask_band", "bands")  # what marks invalid pixels
@@ -195,6 +196,6 @@ class Checkpoint:
     """
 
     path: Path
-    weights: dict[str, torch.Tensor]
+    weights: "dict[str, torch.Tensor]"
     info: CheckpointInfo
     training: dict[str, Any]

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from util.data.workers import SIGNALS
-from util.run.cli import TEMPORARY
+from util.run.cli import ERROR, LOG, TEMPORARY
 
 
 class Stopped(Exception):
@@ -279,11 +279,27 @@ class Watchdog(threading.Thread):
         if _is_in_collective():
             reason += ", and waits for other processes"
         print_error(f"{_all_stacks()}{place} {reason}; exit code {TEMPORARY}")
+        if self.folder is not None and self.rank == 0:
+            _write_in_time(write_error_to_log, self.folder, f"{place} {reason}")
         if self.folder is not None and _uses_nccl():
-            writer = threading.Thread(target=dump_collectives, args=(self.folder / f"{TRACE}{self.rank}",), daemon=True)
-            writer.start()
-            writer.join(DUMP_SECONDS)  # the disk may be what hangs
+            _write_in_time(dump_collectives, self.folder / f"{TRACE}{self.rank}")
         os._exit(TEMPORARY)
+
+
+def _write_in_time(write: Callable[..., None], *args: object) -> None:
+    """Calls `write` in a thread, and waits for a few seconds at most: the disk may be what hangs."""
+    writer = threading.Thread(target=write, args=args, daemon=True)
+    writer.start()
+    writer.join(DUMP_SECONDS)
+
+
+def write_error_to_log(folder: Path, message: str) -> None:
+    """Appends a line to the log of a run, if it has one and can be written: a full disk may be the error."""
+    line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {ERROR}{' '.join(message.split())}\n"
+    with suppress(OSError):
+        if (folder / LOG).exists():
+            with open(folder / LOG, "a", encoding="utf-8", errors="replace") as file:
+                file.write(line)
 
 
 def dump_collectives(path: Path) -> None:

@@ -36,12 +36,18 @@ def exit_code(error: Exception) -> int:
     return 2
 
 
-def refuse(parser: argparse.ArgumentParser, error: Exception, advice: str = "") -> NoReturn:
-    """Ends the program with one paragraph and the error's `exit_code`. advice: the end of the paragraph."""
+def message_of(error: Exception) -> str:
+    """Returns the message of an error, without the traceback that one of a DataLoader worker holds."""
     message = str(error).strip()
-    if "Traceback" in message:  # an error of a DataLoader worker
+    if "Traceback" in message:
         parts = re.split(r"^[\w.]+Error: ", message, flags=re.MULTILINE)
         message = " ".join(parts[-1].split())
+    return message
+
+
+def refuse(parser: argparse.ArgumentParser, error: Exception, advice: str = "") -> NoReturn:
+    """Ends the program with one paragraph and the error's `exit_code`. advice: the end of the paragraph."""
+    message = message_of(error)
     if isinstance(error, PermissionError):
         owner = f" ({describe_owner(str(error.filename))})" if error.filename else ""
         message += f"{owner}; ask for access, or give another path"

@@ -17,7 +17,7 @@ import torch
 from util import collectives
 from util.code_version import code_version, source_hash
 from util.data.folders import refuse_inside_data
-from util.run.cli import Parser
+from util.run.cli import LOG, Parser
 from util.run.files import checkpoint, search
 from util.run.files.lock import LOCK, FolderLock, writable_folder
 from util.run.files.record import CheckpointError, StartInfo
@@ -40,7 +40,26 @@ LEFTOVERS = (
     ".shared-*",
     "attention/.*.tmp-*",
 )
-FILES = ("log.txt", "log.jsonl", "settings.json", "results.json")  # of a run that trains
+FILES = (LOG, "log.jsonl", "settings.json", "results.json")  # of a run that trains
+
+
+def lock_folder(path: str | Path, created: list[Path] | None = None) -> tuple[Path, FolderLock | None]:
+    """Creates and locks the output folder of a program without checkpoints. All ranks must call it.
+
+    Returns (the folder, the lock on rank 0). The lock is held as long as the caller keeps it. ValueError on all ranks
+    if the folder cannot be written to or is in use by another process.
+    """
+    lock: FolderLock | None = None
+
+    def create_and_lock() -> Path:
+        nonlocal lock
+        folder = writable_folder(path, created)
+        lock = FolderLock(folder, created)
+        for remark in lock.remarks:
+            print(remark, flush=True)
+        return folder
+
+    return collectives.run_on_rank0(create_and_lock), lock
 
 
 def refuse_foreign_files(folder: Path) -> None:

@@ -7,10 +7,11 @@ from typing import NoReturn
 from util.data.images import ImageError
 from util.data.loader import TooLittleMemory
 from util.data.workers import kill_workers
+from util.run.cli import STOPPED
 from util.run.files.lock import FolderInUse
 from util.run.processes import distributed
-from util.run.processes.supervise import StopSignal
-from util.run.start.errors import is_full_gpu, refuse
+from util.run.processes.supervise import StopSignal, write_error_to_log
+from util.run.start.errors import is_full_gpu, message_of, refuse
 from util.run.train.loop import TrainLoop
 from util.run.train.saving import CheckpointSaver
 from util.text import count_of
@@ -33,7 +34,7 @@ def end_after_signal(loop: TrainLoop, stop: StopSignal) -> None:
     """
     name = stop.name or "a signal to another process"
     progress = f"after step {loop.step} of {loop.last_step}"
-    loop.log.info(f"stopped by {name} {progress}; the same command goes on from there")
+    loop.log.info(f"{STOPPED}{name} {progress}; the same command goes on from there")
     loop.log.close()
     stop.settle()
     distributed.shut_down()
@@ -57,12 +58,20 @@ def refuse_training_error(
     parser: argparse.ArgumentParser, error: Exception, saver: CheckpointSaver, batch_size: int
 ) -> NoReturn:
     """Ends a training run after unreadable data, values that are not finite, an I/O error, too little memory, or if
-    another run has taken its folder. Other errors are bugs and are raised.
+    another run has taken its folder. Other errors are bugs and are raised. Rank 0 writes its error to the log.
 
     The other ranks may hang in a collective, so the process group is left as it is. batch_size: of a micro-batch.
     """
+    reason = message_of(error)
+    is_bug = False
     if is_full_gpu(error):
-        refuse(parser, describe_full_gpu(error, batch_size))
-    if not isinstance(error, (ImageError, FloatingPointError, FolderInUse, TooLittleMemory, OSError)):
+        error = describe_full_gpu(error, batch_size)
+        reason = str(error)
+    elif not isinstance(error, (ImageError, FloatingPointError, FolderInUse, TooLittleMemory, OSError)):
+        reason = f"{type(error).__name__}: {reason}"
+        is_bug = True
+    if saver.start.process.is_main and not isinstance(error, FolderInUse):
+        write_error_to_log(saver.output_dir, reason)
+    if is_bug:
         raise error
     refuse(parser, error, saver.advice(error))

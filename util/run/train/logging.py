@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from util.atomic import replaced_file
 from util.lazy import LazyModule
+from util.run.cli import LOG
 from util.run.files.reports import read_reports
 from util.text import printable
 
@@ -38,7 +39,7 @@ class RunLog:
         if not enabled:
             return
         self.output_dir = Path(output_dir)
-        self.text = open(self.output_dir / "log.txt", "a", encoding="utf-8")
+        self.text = open(self.output_dir / LOG, "a", encoding="utf-8")
         self.last_kept = start_step or -1  # a new run repeats what an earlier one has reported at step 0
         path = self.output_dir / "log.jsonl"
         self.reports: list[dict[str, Any]] = []

@@ -14,7 +14,7 @@ from tests.two_processes import run_in_two_processes
 from util import collectives
 from util.run.files import checkpoint, lock, search
 from util.run.files.checkpoint import prune_checkpoints, read_checkpoint, save_checkpoint
-from util.run.files.lock import FolderInUse, FolderLock
+from util.run.files.lock import FolderInUse, FolderLock, LockView, view_lock
 from util.run.files.record import CheckpointError
 from util.run.start.folder import find_checkpoint
 
@@ -201,3 +201,18 @@ def test_a_folder_that_another_host_has_is_waited_for(tmp_path, monkeypatch, cap
         assert capsys.readouterr().err == message
         with pytest.raises(FolderInUse, match="in use by process 7 on another-node"):
             FolderLock(tmp_path / "out")
+
+
+def test_a_look_at_a_lock_does_not_take_it(tmp_path):
+    assert view_lock(tmp_path / "none") == LockView("", False)
+    with held_by_another_process(tmp_path / "out") as message:
+        view = view_lock(tmp_path / "out")
+        assert view.is_held
+        assert view.holder in message
+        assert view.host == os.uname().nodename
+        with pytest.raises(FolderInUse):
+            FolderLock(tmp_path / "out")
+    view = view_lock(tmp_path / "out")
+    assert not view.is_held
+    assert view.holder in message
+    FolderLock(tmp_path / "out").file.close()

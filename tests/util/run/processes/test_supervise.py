@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -188,10 +189,29 @@ def test_the_last_collectives_of_nccl_are_written_for_torchfrtrace(codes, monkey
     assert pickle.loads((tmp_path / "nccl-trace-3").read_bytes())["entries"] == []
 
 
-def test_a_disk_that_hangs_does_not_keep_the_watchdog_from_ending_the_process(codes, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("rank", "writes"), [(0, True), (3, False)])
+def test_rank_0_writes_to_the_log_why_it_ends(codes, tmp_path, rank, writes):
+    (tmp_path / "log.txt").touch()
+    with Watchdog(timeout=0.1, first=0.2, rank=rank, folder=tmp_path) as watchdog:
+        watchdog.heartbeat(2, supervise.BETWEEN)
+        wait_until(lambda: codes)
+    text = (tmp_path / "log.txt").read_text()
+    assert bool(text) == writes
+    for line in text.splitlines():
+        assert re.fullmatch(r"\S+ \S+ error: process 0 on \S+ made no progress for 0.2 s: it is between .*", line)
+
+
+def test_an_error_makes_no_log(tmp_path):
+    supervise.write_error_to_log(tmp_path / "gone", "a disk that is away")
+    supervise.write_error_to_log(tmp_path, "a run that has no log yet")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("writer", ["dump_collectives", "write_error_to_log"])
+def test_a_disk_that_hangs_does_not_keep_the_watchdog_from_ending_the_process(codes, monkeypatch, tmp_path, writer):
     let_go = threading.Event()
     monkeypatch.setattr(supervise, "dist", SimpleNamespace(is_initialized=lambda: True, get_backend=lambda: "nccl"))
-    monkeypatch.setattr(supervise, "dump_collectives", lambda path: let_go.wait())
+    monkeypatch.setattr(supervise, writer, lambda *_: let_go.wait())
     monkeypatch.setattr(supervise, "DUMP_SECONDS", 0.1)
     with Watchdog(timeout=0.1, first=0.2, folder=tmp_path) as watchdog:
         watchdog.heartbeat(2, supervise.BETWEEN)
