@@ -44,13 +44,49 @@ def show_pairs(arms, rate_of, digits):
         print(f"    {a:>13} - {b:<13} {mean:+.{digits}f}  [{mean - half:+.{digits}f}, {mean + half:+.{digits}f}]{mark}  n={n}  sd {se * math.sqrt(n):.{digits}f}")
 
 
+def draw(data, path):
+    """Differences against the length: means with 95 % intervals, and every seed."""
+    import matplotlib
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+    plt.rcParams["svg.hashsalt"] = "throwing at once"
+    names = {"mae": "MAE", "plain50": "plain", "progressive50": "progressive", "prmim50": "PR-MIM"}
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
+    for panel, (outcome, title) in zip(panels, (("finetuned", "fine-tuned"), ("frozen", "frozen: kNN and ridge"))):
+        for number, (a, b) in enumerate((("plain50", "mae"), ("progressive50", "plain50"), ("prmim50", "mae"))):
+            xs, means, halves = [], [], []
+            for passes, batch in sorted(data):
+                arms = data[passes, batch].get(outcome)
+                if not arms:
+                    continue
+                x, y = arms[a][0.005], arms[b][0.005]
+                gains = [x[s] - y[s] for s in sorted(x)]
+                mean, se, n = stats(gains)
+                at = passes * 2 ** (0.05 * (number - 1))
+                xs.append(at), means.append(mean), halves.append(quantile(n - 1) * se)
+                panel.plot([at] * n, gains, ".", color=f"C{number}", alpha=0.25)
+            panel.errorbar(xs, means, halves, marker="o", capsize=2, color=f"C{number}", label=f"{names[a]} − {names[b]}")
+        panel.axhline(0, color="black", linewidth=0.7)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks([8, 16, 24, 32], ["8", "16", "24", "32"])
+        panel.set_xlabel("passes over 50,000 images")
+        panel.set_title(title)
+    panels[0].set_ylabel("difference of top-1, points")
+    panels[1].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
 def main():
     p = argparse.ArgumentParser()
     p.add_argument("csv")
+    p.add_argument("--draw", help="draw the differences to this file")
     p.add_argument("--pilot", help="CSV of the pilot, whose means (frozen; nearest length) choose each arm's rate")
     p.add_argument("--by", default="frozen", help="outcome by which the pilot chooses")
     args = p.parse_args()
     data, rows = read(args.csv)
+    if args.draw:
+        draw(data, args.draw)
     pilot = read(args.pilot)[0] if args.pilot else {}
     print(f"{len(rows)} rows, {sum(r['finite'] != 'True' for r in rows)} not finite (left out)")
     for key in sorted(pilot):
