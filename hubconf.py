@@ -1,12 +1,12 @@
-"""Entry points of torch.hub: encoders and classifiers of this project.
+"""Entry points of torch.hub: encoders, classifiers, segmentation models and detectors of this project.
 
     import torch
 
     model = torch.hub.load(REPO, "encoder", source="local", path=RUN_OR_FILE)
-    tokens = model(imgs)  # [B, 1 + N, D], class token first; Swin: [B, cells, 8 D]
+    tokens = model(imgs)  # [B, 1 + N, D], class token first; Swin: [B, cells, 8 D]; detectors' encoders: [B, N, D]
 
-REPO is the folder of this code. The other entry points are `classifier`, and the factories of all encoders, such as
-`vit_base_patch16`.
+REPO is the folder of this code. The other entry points are `classifier`, `segmenter`, `detector`, and the factories of
+all encoders, such as `vit_base_patch16`. Images are normalised, [B, C, H, W].
 """
 
 from collections.abc import Callable as _Callable
@@ -16,19 +16,27 @@ from typing import Any as _Any
 from torch import nn as _nn
 
 from encoders.classifiers import MODELS as _MODELS
+from encoders.load import build as _build
 from encoders.load import load_encoder as _load_encoder
 from encoders.load import load_model as _load_model
+from encoders.load import read as _read
 
 dependencies = ["torch", "timm", "numpy", "safetensors"]
 
 
 def encoder(path: str | _Path) -> _nn.Module:
-    """Returns a pre-trained encoder in eval mode. Calling it computes the features of normalised images [B, C, H, W].
+    """Returns an encoder in eval mode: a pre-trained one, or that of a dense task. Calling it computes features.
 
     path: a checkpoint of this project or of a release, the folder of a run, whose newest intact checkpoint is used, or
     a folder of Transformers. Raises ValueError if it holds no encoder of a known kind, or a classifier.
     """
-    model = _load_model(path)
+    weights = _read(path)
+    if weights.is_dense:
+        from downstream.encoders import dense_encoder
+
+        model: _nn.Module = dense_encoder(weights)
+    else:
+        model, _ = _build(weights)
     if hasattr(model, "head"):
         raise ValueError(f"{str(path)!r} holds a classifier: load it with the entry point 'classifier'")
     model.forward = model.forward_features  # an encoder alone has no other output
@@ -36,7 +44,7 @@ def encoder(path: str | _Path) -> _nn.Module:
 
 
 def classifier(path: str | _Path) -> _nn.Module:
-    """Returns a fine-tuned classifier in eval mode. Calling it computes the logits of normalised images [B, C, H, W].
+    """Returns a fine-tuned classifier in eval mode. Calling it computes logits [B, K].
 
     path: as in `encoder`. Raises ValueError if it holds no classifier of a known kind.
     """
@@ -44,6 +52,28 @@ def classifier(path: str | _Path) -> _nn.Module:
     if not hasattr(model, "head"):
         raise ValueError(f"{str(path)!r} holds an encoder without a head: load it with the entry point 'encoder'")
     return model
+
+
+def segmenter(path: str | _Path) -> _nn.Module:
+    """Returns a model of main_segmentation.py in eval mode. Calling it computes {"decode": logits [B, K, h, w]}.
+
+    path: a checkpoint or the folder of a run. Images have the size `model.img_size`. Raises ValueError for other files.
+    """
+    from downstream.segmentation.models import load_segmenter
+
+    return load_segmenter(path).model
+
+
+def detector(path: str | _Path) -> _nn.Module:
+    """Returns a model of main_detection.py in eval mode. `model(imgs, sizes)` detects the objects of each image.
+
+    sizes: (height, width) of each image before zeros were added at the bottom and the right, to `model.img_size`.
+    Returns {"boxes": [n, 4] in pixels, "scores": [n], "labels": [n], from 1} for each image, and "masks" [n, 28, 28],
+    which are probabilities inside the boxes, if the model has them. path: as in `segmenter`.
+    """
+    from downstream.detection.models import load_detector
+
+    return load_detector(path).model
 
 
 def _entry_point(name: str, factory: _Callable[..., _nn.Module]) -> _Callable[..., _nn.Module]:

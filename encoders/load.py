@@ -100,18 +100,30 @@ class Weights:
         """Type, mean and std of the images, None where unknown."""
         return self.info.pixel_settings
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is the model of a dense task: `downstream.encoders` has its encoder."""
+        run = self.info.run
+        return run is not None and run.program in DENSE_PROGRAMS
+
+    def refuse_dense(self) -> None:
+        """Raises CheckpointError for the model of a dense task, whose encoder is of no kind."""
+        run = self.info.run
+        if run is None or not self.is_dense:
+            return
+        message = (
+            f"{self.what} is a model of {run.program}, which evaluates it (--eval --resume) and starts other runs "
+            "from it (--finetune). Its encoder has positions in each block: scripts/export.py writes it as a "
+            "folder for timm, and torch.hub's 'encoder' loads it"
+        )
+        if run.encoder is not None:
+            message += f". The encoder that it started from: {run.encoder.path}"
+        raise CheckpointError(message)
+
     @cached_property
     def kind(self) -> Kind:
-        """The kind of encoder. CheckpointError for the model of a dense task, which is none."""
-        run = self.info.run
-        if run is not None and run.program in DENSE_PROGRAMS:
-            message = (
-                f"{self.what} is a model of {run.program}, which evaluates it (--eval --resume) and starts other runs "
-                "from it (--finetune); it cannot be exported or used alone"
-            )
-            if run.encoder is not None:
-                message += f". The encoder that it started from can: {run.encoder.path}"
-            raise CheckpointError(message)
+        """The kind of encoder. CheckpointError for the model of a dense task, see `refuse_dense`."""
+        self.refuse_dense()
         return find_kind(self.tensors)
 
     @cached_property
@@ -256,6 +268,8 @@ def fit(model: nn.Module, weights: Weights, part: Part = "encoder", classes: Seq
     holds for position tables that are zero everywhere. FloatingPointError if a weight is not finite. The model is then
     unchanged.
     """
+    if part != "all" and not hasattr(model, "new_keys"):
+        weights.refuse_dense()
     tensors, remarks = _rename_for(model, weights)
     label = weights.what
     _refuse_other_heads(model, weights.settings, label)

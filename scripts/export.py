@@ -9,10 +9,10 @@ The first argument is a checkpoint of this project or of a release, or the folde
 is used). All weights are float32. Every file also holds the image size, the mean, the deviation and the type
 of the pixels, and the classes and the evaluation view of a classifier. The programs of this project read them.
 
---format timm   The encoder of a pre-trained checkpoint, or a whole fine-tuned classifier. The BatchNorm of a linear
-                probe is folded into its linear layer. The script prints the `timm.create_model` line that loads the
-                result. It loads it once, and compares the features or logits with those of this project's model before
-                anything is put in place.
+--format timm   The encoder of a pre-trained checkpoint or of a dense task, or a whole fine-tuned classifier. The
+                BatchNorm of a linear probe is folded into its linear layer. The script prints the `timm.create_model`
+                line that loads the result. It loads it once, and compares the features or logits with those of this
+                project's model before anything is put in place.
     FOLDER      An --out without suffix becomes a folder in timm's layout for the Hugging Face Hub: config.json,
                 model.safetensors and README.md. For every encoder. `hf upload NAME FOLDER` shares it.
     FILE        A .safetensors, or a .pth that holds {"model": weights, "meta": JSON string}. For plain ViTs. MAE's
@@ -59,6 +59,7 @@ from scripts.parts.timm_models import (
     data_config,
     is_classifier,
     largest_difference,
+    model_for_timm,
     output_of,
     random_images,
     timm_arguments,
@@ -117,7 +118,7 @@ def export_timm(weights: Weights, out: Path) -> list[str]:
     """Export the encoder or the classifier for timm, as a file or as a folder. Returns the lines that describe it."""
     if out.suffix:
         refuse_other_kinds(weights, "to a single file", "give --out without a suffix for a folder")
-    model, report = build(weights)
+    model, remarks = model_for_timm(weights)
     name, options = timm_arguments(model)
     facts = known_facts(model, weights.info)
     state = timm_weights(model)
@@ -139,7 +140,7 @@ def export_timm(weights: Weights, out: Path) -> list[str]:
     return [
         f"{weights.path}: {out}: {contents}",
         f"largest difference of timm's outputs from ours, on two random images: {difference}",
-        *(f"note: {remark}" for remark in report.remarks),
+        *(f"note: {remark}" for remark in remarks),
         usage,
     ]
 

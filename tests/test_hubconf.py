@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import models_vit
 from encoders import models_swin
 from encoders.load import load_encoder
 from frameworks import registry
+from tests.scripts.exports import detection_run, segmentation_run
 from tests.scripts.programs import ROOT, run_file
 from util.run.files.checkpoint import save_checkpoint
 
@@ -15,9 +17,15 @@ import sys, torch
 repo, kind, out, *arguments = sys.argv[1:]
 options = dict(argument.split("=") for argument in arguments)
 model = torch.hub.load(repo, kind, source="local", **options)
-assert not (kind in ("encoder", "classifier") and model.training)
+assert not (kind in ("encoder", "classifier", "segmenter", "detector") and model.training)
+imgs = torch.load("imgs.pt")
+if "dense" in options.get("path", ""):
+    imgs = torch.zeros(2, 3, *model.img_size)
+inputs = [imgs]
+if kind == "detector":
+    inputs.append([(40, 48), (48, 30)])  # the size of each image
 with torch.inference_mode():
-    torch.save(model.eval()(torch.load("imgs.pt")), out)
+    torch.save(model.eval()(*inputs), out)
 """
 
 
@@ -77,6 +85,43 @@ def test_a_classifier(place):
     assert torch.equal(torch.load(place / "out.pt"), model(imgs))
 
 
+@pytest.fixture(scope="module")
+def dense(place):
+    """(a segmentation model, a detector), whose checkpoints lie in dense/."""
+    (place / "dense").mkdir()
+    return segmentation_run(place / "dense" / "segmentation"), detection_run(place / "dense" / "detection")
+
+
+@torch.inference_mode()
+def test_a_segmentation_model(place, dense):
+    model, _ = dense
+    by_hub(place, "segmenter", path="dense/segmentation")
+    assert_close(torch.load(place / "out.pt"), model(torch.zeros(2, 3, 16, 16)))
+
+
+@torch.inference_mode()
+def test_a_detector(place, dense):
+    _, model = dense
+    by_hub(place, "detector", path="dense/detection")
+    expected = model(torch.zeros(2, 3, 48, 48), [(40, 48), (48, 30)])
+    for found, ours in zip(torch.load(place / "out.pt"), expected, strict=True):
+        assert set(found) == {"boxes", "labels", "scores", "masks"}
+        assert_close(found, ours)
+
+
+@torch.inference_mode()
+def test_encoders_of_dense_tasks(place, dense):
+    segmenter, detector = dense
+    by_hub(place, "encoder", path="dense/segmentation")
+    tokens = torch.load(place / "out.pt")[:, 1:]  # class token first
+    (*_, last) = segmenter.backbone(torch.zeros(2, 3, 16, 16))
+    assert_close(tokens, last.flatten(2).transpose(1, 2))
+    by_hub(place, "encoder", path="dense/detection")
+    tokens = torch.load(place / "out.pt")
+    last = detector.backbone(torch.zeros(2, 3, 48, 48))
+    assert_close(tokens, last.flatten(2).transpose(1, 2))
+
+
 def test_factories(place):
     done = by_hub(place, "relative_vit_micro_patch4", pretrained="simmim")
     assert "4 missing (fc_norm.weight, fc_norm.bias, head.weight, head.bias)" in done.stdout
@@ -88,6 +133,8 @@ def test_factories(place):
     [
         ("encoder", "tuned", "'tuned' holds a classifier: load it with the entry point 'classifier'"),
         ("classifier", "mae", "'mae' holds an encoder without a head: load it with the entry point 'encoder'"),
+        ("segmenter", "mae", "checkpoint-1.pth' holds no segmentation model of main_segmentation.py"),
+        ("detector", "tuned", "checkpoint-1.pth' holds no detector of main_detection.py"),
     ],
 )
 def test_wrong_entry_points_are_named(place, kind, path, message):

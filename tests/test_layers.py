@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "monitor": {"util", "framework"},
     "main_pretrain": {"util", "encoders", "prmim", "framework", "frameworks", "engine_pretrain", "recipes", "monitor"},
     "main_finetune": {"util", "encoders", "engine_finetune", "recipes"},
-    "hubconf": {"encoders"},
+    "hubconf": {"encoders", "downstream"},
     "submitit_launch": {"util", "recipes", *MAINS},
     "downstream": {"util", *MODELS, "engine_finetune"},
 }

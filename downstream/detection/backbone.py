@@ -179,8 +179,10 @@ class ViTDet(nn.Module):
         check_multiple("pretrain_size", pretrain_size, 1, patch_size)
         self.img_size = (img_size, img_size)
         self.patch_size = patch_size
+        self.in_chans = in_chans
         self.embed_dim = embed_dim
         self.depth = depth
+        self.window_size = window_size
         map_side = img_size // patch_size
         table_side = pretrain_size // patch_size
         self.map_size = (map_side, map_side)
@@ -195,6 +197,7 @@ class ViTDet(nn.Module):
             if i in self.global_blocks:
                 side = 0
             self.blocks.append(DetBlock(embed_dim, num_heads, mlp_ratio, rate, self.map_size, side))
+        self.norm: nn.Module = nn.Identity()  # of `forward_features`
         init_weights(self)
 
     def adapt_weights(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -207,14 +210,27 @@ class ViTDet(nn.Module):
 
     def forward(self, imgs: Tensor) -> Tensor:
         """Returns the last block's map [B, D, rows, columns] of normalised images [B, C, H, W], without a norm."""
-        check_image_size(imgs, self.img_size)
+        return self.encode(imgs).permute(0, 3, 1, 2).contiguous()
+
+    @property
+    def patch_positions(self) -> Tensor:
+        """The positions of the patches of an image [1, N, D]."""
         table = resize_pos_embed(self.pos_embed, self.grid_size, self.map_size)
+        return table[:, 1:]
+
+    def encode(self, imgs: Tensor) -> Tensor:
+        """Returns the last block's map [B, rows, columns, D]."""
+        check_image_size(imgs, self.img_size)
         x = self.patch_embed(patchify(imgs, self.patch_size))
-        x = x + table[:, 1:]
+        x = x + self.patch_positions
         x = x.unflatten(1, self.map_size)
         for block in self.blocks:
             x = block(x)
-        return x.permute(0, 3, 1, 2).contiguous()
+        return x
+
+    def forward_features(self, imgs: Tensor) -> Tensor:
+        """Returns the tokens of `forward` in raster order, [B, N, D]."""
+        return self.norm(self.encode(imgs)).flatten(1, 2)
 
 
 def check_multiple(name: str, size: int, num_patches: int, patch_size: int) -> None:

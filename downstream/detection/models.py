@@ -357,7 +357,11 @@ class TrainedDetector:
 
 def load_detector(path: str | Path) -> TrainedDetector:
     """Loads a trained model from a checkpoint or the folder of a run. ValueError if it holds no detector."""
-    weights = read(path)
+    return detector_from(read(path))
+
+
+def detector_from(weights: Weights) -> TrainedDetector:
+    """As `load_detector`, of weights that have been read."""
     if "categories" not in weights.settings:
         raise ValueError(f"{str(weights.path)!r} holds no detector of main_detection.py")
     model = build_detector({**weights.settings, "drop_path": 0.0})

@@ -240,7 +240,11 @@ class TrainedSegmenter:
 
 def load_segmenter(path: str | Path) -> TrainedSegmenter:
     """Loads a trained model from a checkpoint or the folder of a run. ValueError if it holds no segmentation model."""
-    weights = read(path)
+    return segmenter_from(read(path))
+
+
+def segmenter_from(weights: Weights) -> TrainedSegmenter:
+    """As `load_segmenter`, of weights that have been read."""
     if "head" not in weights.settings:
         raise ValueError(f"{str(weights.path)!r} holds no segmentation model of main_segmentation.py")
     model = build_segmenter({**weights.settings, "drop_path": 0.0})

@@ -6,6 +6,8 @@
 | `models_relative_vit` | `beit_base_patch16_224` |
 | `models_absolute_vit` | `beit_base_patch16_224` with `use_abs_pos_emb` instead of `use_rel_pos_bias` |
 | `models_swin` | `swin_<size>_patch4_window7_224` |
+| `DenseViT` of segmentation | `beit_base_patch16_224` with `use_abs_pos_emb` |
+| `ViTDet` of detection | `samvit_base_patch16` without its convolutions |
 
 Sizes that differ from those of the architecture become arguments.
 """
@@ -15,15 +17,24 @@ from typing import Any
 
 import timm
 import torch
+from timm.models.vision_transformer_sam import VisionTransformerSAM
 from torch import nn
 
+from downstream.detection.backbone import ViTDet
+from downstream.encoders import dense_encoder
+from downstream.segmentation.vit_backbone import DenseViT
+from encoders.load import Weights, build
 from encoders.models_absolute_vit import AbsoluteViTEncoder
 from encoders.models_relative_vit import RelativeViTEncoder
 from encoders.models_swin import SwinEncoder
-from encoders.names import Tensors
-from models_vit import BASE, HUGE, LARGE, SMALL, TINY
+from encoders.names import Tensors, rename
+from models_vit import BASE, HUGE, LARGE, SMALL, TINY, layer_norm
 
 TOLERANCE = 1e-5  # of the outputs, absolute and relative
+NO_NORM = (
+    "the heads read blocks, and the run has no final norm: norm starts with weight 1 and bias 0; "
+    "`model.forward_intermediates(imgs)` of timm returns what the heads read"
+)
 
 
 def vit_architectures() -> dict[str, dict[str, Any]]:
@@ -53,6 +64,7 @@ def swin_architectures() -> dict[str, dict[str, Any]]:
 
 VIT_ARCHITECTURES = vit_architectures()
 BEIT_ARCHITECTURES: dict[str, dict[str, Any]] = {"beit_base_patch16_224": dict(BASE)}
+SAM_ARCHITECTURES: dict[str, dict[str, Any]] = {"samvit_base_patch16": {**BASE, "window_size": 14}}
 SWIN_ARCHITECTURES = swin_architectures()
 
 
@@ -69,13 +81,31 @@ def num_outputs(classifier: nn.Module) -> int:
     return head.out_features
 
 
+def model_for_timm(weights: Weights) -> tuple[nn.Module, list[str]]:
+    """Builds the model that `weights` hold, of a dense task its encoder. Returns (model in eval mode, remarks).
+
+    It has a final norm, as timm's models have.
+    """
+    if not weights.is_dense:
+        model, report = build(weights)
+        return model, list(report.remarks)
+    encoder = dense_encoder(weights)
+    if not isinstance(encoder.norm, nn.Identity):
+        return encoder, []
+    encoder.norm = layer_norm(encoder.embed_dim)
+    return encoder, [NO_NORM]
+
+
 def timm_weights(model: nn.Module) -> Tensors:
     """Returns the model's state dict with a plain linear head: the BatchNorm of a linear probe is folded into it.
 
     timm's models have these names, and `timm.create_model` renames those of Swin as it loads them from a folder. All
-    class tokens but the first are timm's register tokens.
+    class tokens but the first are timm's register tokens. The positions of a ViTDet are those of its images.
     """
     state = model.state_dict()
+    if isinstance(model, ViTDet):
+        state = rename(state, [(r"^norm\.", "neck.")])
+        state["pos_embed"] = model.patch_positions.detach().unflatten(1, model.map_size)
     if getattr(model, "num_cls_tokens", 1) > 1:
         tokens = state["cls_token"]
         state["cls_token"] = tokens[:, :1].contiguous()
@@ -105,14 +135,20 @@ def timm_arguments(model: nn.Module) -> tuple[str, dict[str, Any]]:
     height, width = model.img_size
     if height != width:
         options["img_size"] = (height, width)
-    elif height != 224:
+    elif height != 224 or isinstance(model, ViTDet):  # whose architecture has 1024
         options["img_size"] = height
     known = {**architectures[name], "in_chans": 3, "mlp_ratio": 4.0}
     for option, value in sizes.items():
         if value != known[option]:
             options[option] = value
-    if isinstance(model, (RelativeViTEncoder, AbsoluteViTEncoder)):
+    if isinstance(model, (RelativeViTEncoder, AbsoluteViTEncoder, DenseViT)):
         options["global_pool"] = "token"
+    if isinstance(model, DenseViT):
+        options["use_abs_pos_emb"] = True
+    if isinstance(model, ViTDet):
+        options["global_attn_indexes"] = list(model.global_blocks)
+        options["neck_chans"] = 0
+        options["norm_layer"] = None  # its default has another epsilon
     num_registers = getattr(model, "num_cls_tokens", 1) - 1
     if num_registers > 0:
         options["reg_tokens"] = num_registers
@@ -146,8 +182,11 @@ def sizes_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, dict[str, Any]
         sizes["depth"] = len(model.blocks)
         sizes["num_heads"] = first_blocks[0].attn.num_heads
         architectures = VIT_ARCHITECTURES
-    if isinstance(model, (RelativeViTEncoder, AbsoluteViTEncoder)):
+    if isinstance(model, (RelativeViTEncoder, AbsoluteViTEncoder, DenseViT)):
         architectures = BEIT_ARCHITECTURES
+    if isinstance(model, ViTDet):
+        sizes["window_size"] = model.window_size
+        architectures = SAM_ARCHITECTURES
     sizes["in_chans"] = model.in_chans
     sizes["mlp_ratio"] = first_blocks[0].mlp.fc1.out_features / model.embed_dim
     return sizes, architectures
@@ -199,6 +238,8 @@ def output_of(model: nn.Module, imgs: torch.Tensor, as_classifier: bool) -> torc
         output = model.forward_features(imgs)
     if not output.isfinite().all():
         raise FloatingPointError("the outputs of the model for two random images are not finite; nothing is written")
+    if isinstance(model, VisionTransformerSAM):
+        output = output.permute(0, 2, 3, 1)
     if output.ndim == 4:  # timm's Swin keeps the grid
         output = output.flatten(1, 2)
     return output
@@ -229,6 +270,6 @@ def data_config(model: nn.Module, settings: Mapping[str, Any], mean: list[float]
     # Older versions of timm drop a first kernel of another number of channels if they know its name.
     if model.in_chans in (1, 3):
         config["first_conv"] = "patch_embed.proj"
-    if isinstance(model, SwinEncoder):
+    if isinstance(model, (SwinEncoder, ViTDet)):
         config["classifier"] = "head.fc"
     return config

@@ -9,6 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from downstream.common import LinearDecay, StepDecay, schedule_by_iterations
 from downstream.detection import main_detection
 from downstream.segmentation import main_segmentation
+from encoders.load import load_encoder
 from models_vit import MICRO, VisionTransformer
 from scripts import export
 from tests.downstream.bands import bands, write_array, write_bands
@@ -18,6 +19,7 @@ from util.data.pixel_format import read_header
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.results import RESULTS
 from util.run.files.checkpoint import save_checkpoint
+from util.run.files.record import CheckpointError
 from util.run.files.reports import read_json
 from util.run.files.search import newest_checkpoint
 from util.run.processes.distributed import Process
@@ -159,11 +161,14 @@ def test_an_evaluation_refuses_other_models(dense, encoder, capsys):
 
 def test_an_export_says_what_can_be_done_instead(dense, encoder, tmp_path, capsys):
     program, _, folder = dense
-    message = refused(capsys, export.main, folder, "--out", tmp_path / "exported")
+    message = refused(capsys, export.main, folder, "--out", tmp_path / "exported", "--format", "transformers")
     name = program.path.rpartition("/")[2]
     assert f"is a model of {name}, which evaluates it (--eval --resume) and starts other runs from it" in message
-    assert f"it cannot be exported or used alone. The encoder that it started from can: {encoder}\n" in message
+    assert "scripts/export.py writes it as a folder for timm" in message
+    assert f"The encoder that it started from: {encoder}\n" in message
     assert not list(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match=f"is a model of {name}, which evaluates it"):
+        load_encoder(VisionTransformer(**MICRO), folder)
 
 
 def test_other_data_is_named_once_on_resume(dense, tmp_path, capsys):

@@ -4,12 +4,16 @@ import torch
 from torch.nn import functional as F
 
 import main_pretrain
+from downstream.detection.models import build_detector
+from downstream.segmentation import main_segmentation
+from downstream.segmentation.models import build_segmenter
 from encoders import classifiers
 from encoders.load import load_encoder
 from frameworks import registry
 from scripts import export
 from tests import runs
 from util.run.files.checkpoint import save_checkpoint
+from util.run.files.record import CheckpointInfo, DataInfo, RunInfo, StartInfo
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -27,7 +31,8 @@ def shake(model):
     torch.manual_seed(1)
     with torch.no_grad():
         for name, value in model.named_parameters():
-            if value.ndim == 1 or name in ("cls_token", "pos_embed", "head.weight", "head.1.weight"):
+            plain_name = name.removeprefix("backbone.")
+            if value.ndim == 1 or plain_name in ("cls_token", "pos_embed", "head.weight", "head.1.weight"):
                 value.add_(0.05 * torch.randn_like(value))
             elif name.endswith("relative_position_bias_table"):
                 value.normal_()
@@ -49,7 +54,7 @@ def settings_of(model, name, **more):
     }
     if model.in_chans != 3:
         settings["in_chans"] = model.in_chans
-        settings["mean"] = [0.1 * (i + 1) for i in range(model.in_chans)]
+        settings["mean"] = [(i + 1) / max(10, model.in_chans) for i in range(model.in_chans)]
         settings["std"] = [0.3] * model.in_chans
     return settings
 
@@ -71,15 +76,74 @@ def pretrained_run(folder, *flags):
     return save_checkpoint(folder, 3, {"model": model.state_dict()}, {"settings": settings}), model
 
 
-def finetuned(folder, name, crop_pct=None, pixels="uint8", **options):
-    """Writes a checkpoint like those of main_finetune.py. Returns (path, model)."""
+def finetuned(folder, name, crop_pct=None, pixels="uint8", marks=None, **options):
+    """Writes a checkpoint like those of main_finetune.py. marks: of invalid pixels. Returns (path, model)."""
     torch.manual_seed(0)
     model = shake(classifiers.MODELS[name](num_classes=5, **options))
-    settings = settings_of(model, name, nb_classes=5, crop_pct=crop_pct)
+    settings = settings_of(model, name, nb_classes=5, crop_pct=crop_pct, **(marks or {}))
     if hasattr(model, "global_pool"):
         settings["global_pool"] = model.global_pool
     meta = {"settings": settings, "classes": list("abcde"), "pixels": pixels}
     return save_checkpoint(folder, "best", {"model": model.state_dict()}, meta), model
+
+
+def dense_info(program, settings, pixels="uint8", **more):
+    """What the checkpoint of a finished run of a dense task says."""
+    info = RunInfo(
+        program=program,
+        step=6,
+        epoch=2.0,
+        world_size=1,
+        data=DataInfo(9, "0" * 64),
+        val_data=None,
+        torch=torch.__version__,
+        optimizer="AdamW",
+        origin=StartInfo("abc", program),
+        encoder=None,
+        files={},
+    )
+    return CheckpointInfo({"epochs": 2.0, **settings}, pixels, run=info, **more)
+
+
+def segmentation_run(folder, *flags, pixels="uint8", **more):
+    """Writes a checkpoint like those of main_segmentation.py with three classes. more: settings. Returns the model."""
+    words = ["--model", "vit_micro_patch4", "--num_classes", "3", "--input_size", "16", "--stride", "10", *flags]
+    _, args = main_segmentation.parse_args(words)
+    settings = {**vars(args), **more}
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    model = shake(build_segmenter(settings))
+    colors = [[0, 0, 0], [255, 0, 0], [0, 0, 255]]
+    info = dense_info("main_segmentation.py", settings, pixels, classes=list("abc"), class_colors=colors)
+    save_checkpoint(folder, 6, {"model": model.state_dict()}, info.to_json())
+    return model
+
+
+def detection_run(folder):
+    """Writes a checkpoint like those of main_detection.py, whose windows do not divide the map. Returns the model."""
+    settings = {
+        "model": "vit_mini_patch4",
+        "input_size": 48,
+        "in_chans": 3,
+        "drop_path": 0.0,
+        "patch_size": 4,
+        "pretrain_size": 32,
+        "window_size": 5,
+        "categories": [{"id": 1, "name": "a"}, {"id": 2, "name": "b"}],
+        "masks": True,
+        "decoder_channels": 8,
+        "num_rois": 8,
+    }
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    model = shake(build_detector(settings))
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "rel_pos" in name:
+                value.normal_()
+    info = dense_info("main_detection.py", settings, classes=["a", "b"])
+    save_checkpoint(folder, 6, {"model": model.state_dict()}, info.to_json())
+    return model
 
 
 def run(capsys, source, out, *flags):
