@@ -320,7 +320,7 @@ class PositionedEncoder(PatchEncoder):
         """Puts the class tokens, with their positions, before the tokens [B, n, D]. Returns [B, P + n, D]."""
         cls_token = self.cls_token_mlp(self.cls_token)
         cls_token = cls_token + self.pos_embed[:, : self.num_cls_tokens]
-        cls_token = cls_token.expand(len(tokens), -1, -1)
+        cls_token = cls_token.expand(tokens.shape[0], -1, -1)
         return torch.cat([cls_token, tokens], dim=1)
 
     def forward_features(self, imgs: Tensor) -> Tensor:

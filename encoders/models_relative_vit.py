@@ -238,7 +238,7 @@ class RelativeViTEncoder(PatchEncoder):
 
     def start(self, tokens: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Returns the input of the first block [B, 1 + n, D] and the bias that all blocks share, if they share one."""
-        cls_token = self.cls_token.expand(len(tokens), -1, -1)
+        cls_token = self.cls_token.expand(tokens.shape[0], -1, -1)
         x = torch.cat([cls_token, tokens], dim=1)
         if self.rel_pos_bias is None:
             return x, None

@@ -153,7 +153,7 @@ def cut_windows(x: Tensor, window: int) -> Tensor:
 def join_windows(x: Tensor, window: int, grid_size: tuple[int, int]) -> Tensor:
     """Joins windows [B, W, window * window, C] into [B, rows, columns, C], the inverse of `cut_windows`."""
     rows, columns = grid_size
-    B = len(x)
+    B = x.shape[0]
     C = x.shape[-1]
     x = x.view(B, rows // window, columns // window, window, window, C)
     return x.transpose(2, 3).reshape(B, rows, columns, C)

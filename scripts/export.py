@@ -1,9 +1,10 @@
-"""Export a checkpoint's encoder or classifier for timm or Transformers, or its weights under MAE's names.
+"""Export a trained model for timm or Transformers, under MAE's names, or as a program that needs torch alone.
 
     python scripts/export.py output/prmim50_base --out prmim50_base
     python scripts/export.py output/prmim50_base --out encoder.safetensors
     python scripts/export.py output/mae --format transformers --out vit_mae
     python scripts/export.py output/mae --format mae --out mae_full.pth
+    python scripts/export.py output/segmentation --format torch --out model.pt2
 
 The first argument is a checkpoint of this project or of a release, or the folder of a run (its newest intact checkpoint
 is used). All weights are float32. Every file also holds the image size, the mean, the deviation and the type
@@ -27,6 +28,12 @@ of the pixels, and the classes and the evaluation view of a classifier. The prog
 --format mae    A .pth file for MAE's scripts: encoder and decoder of a pre-trained MAE under the names of MAE's full
                 releases, or a fine-tuned classifier. MAE's decoder has no aggregation, so PR-MIM runs that throw tokens
                 are refused. Export their encoder with --format timm.
+--format torch  A .pt2 file of torch.export for batches of any size: a classifier, a segmentation model, or an encoder,
+                whose outputs are the features of all tokens. Images are [B, C, H, W] with the pixels of the run's files
+                and the size of the model: the program normalises them. If the run had invalid pixels, images are
+                float32, and NaN or the value of --nodata marks them. Logits of segmentation have the size of the
+                images. The file is compared with the model in a process without this project before it is put in
+                place. Facts on images and classes are JSON in the file.
 """
 
 import argparse
@@ -55,6 +62,7 @@ from encoders.names import Tensors
 from framework import rename_prefixes
 from frameworks import registry
 from frameworks.registry import load_run
+from scripts.parts.export_facts import describe, known_facts, pixels_of
 from scripts.parts.timm_models import (
     data_config,
     is_classifier,
@@ -65,6 +73,7 @@ from scripts.parts.timm_models import (
     timm_arguments,
     timm_weights,
 )
+from scripts.parts.torch_program import CHECKED, EXAMPLES, check_program, program_of, random_pixels, write_program
 from scripts.parts.transformers_models import (
     note_on_crop,
     processor_config,
@@ -74,15 +83,13 @@ from scripts.parts.transformers_models import (
 )
 from util.atomic import filled_folder, replaced_file
 from util.code_version import code_version
-from util.data.invalid_pixels import InvalidPixels
-from util.data.pixel_format import RGB8, PixelFormat
-from util.data.statistics import describe_pixels, known_statistics
 from util.run.cli import Parser, prepare_file, run_program, user_errors
-from util.run.files import exported, record, search
-from util.run.files.record import CheckpointInfo
-from util.text import close_to, count_of
+from util.run.files import exported, search
+from util.text import close_to
 
-SUFFIXES = (".safetensors", ".pth")
+TORCH_SUFFIX = ".pt2"
+SUFFIXES = (".safetensors", ".pth", TORCH_SUFFIX)
+FORMATS = ("timm", "transformers", "mae", "torch")
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 CARD = "README.md"
@@ -116,6 +123,8 @@ Licence: not stated yet. Add it here, and as `license: ...` in the header, befor
 
 def export_timm(weights: Weights, out: Path) -> list[str]:
     """Export the encoder or the classifier for timm, as a file or as a folder. Returns the lines that describe it."""
+    if out.suffix == TORCH_SUFFIX:
+        raise ValueError(f"a {TORCH_SUFFIX} is written by --format torch, got --out {str(out)!r}")
     if out.suffix:
         refuse_other_kinds(weights, "to a single file", "give --out without a suffix for a folder")
     model, remarks = model_for_timm(weights)
@@ -344,52 +353,32 @@ def mae_weights(model: models_mae_pr.MaskedAutoencoderViT) -> Tensors:
     return rename_prefixes(model.state_dict(), official)
 
 
-# -------------------------------------------------------------------------------------------------------------- files
+# ------------------------------------------------------------------------------------------------------- for torch
 
 
-def known_facts(model: nn.Module, info: CheckpointInfo) -> dict[str, Any]:
-    """What is stored beside the weights, see `exported.EXPORTED_FACTS`, as far as it is known.
-
-    info: of the checkpoint. ValueError if the pixel statistics are unknown.
-    """
-    pixels = info.pixel_settings
-    statistics = known_statistics(pixels, PixelFormat(model.in_chans, pixels["pixels"] or RGB8.dtype))
-    if statistics is None or not len(statistics[0]) == len(statistics[1]) == model.in_chans:
-        raise ValueError(
-            f"the checkpoint does not hold the pixel mean and deviation of its {model.in_chans} channels, got "
-            f"{pixels['mean']} and {pixels['std']}: give a checkpoint of a run that stores them"
-        )
-    facts = {
-        "mean": statistics[0],
-        "std": statistics[1],
-        "pixels": pixels["pixels"],
-        "input_size": list(model.img_size),
-        "crop_pct": info.settings.get("crop_pct"),
-        "optimizer": info.settings.get("optimizer"),  # of a file that was exported before
-    }
-    if info.run is not None:
-        facts["optimizer"] = info.run.optimizer
-    if is_classifier(model):
-        facts["classes"] = info.classes
-    facts = {name: value for name, value in facts.items() if value}
-    for name in record.INVALID_SETTINGS:
-        if name in pixels:  # 0 is a value, too
-            facts[name] = pixels[name]
-    return facts
-
-
-def describe(model: nn.Module, state: Tensors, facts: Mapping[str, Any]) -> str:
-    """What the model is and which images it takes. facts: see `known_facts`."""
-    million = sum(value.numel() for value in state.values()) / 1e6
+def export_torch(weights: Weights, out: Path) -> list[str]:
+    """Export a model as a program of torch.export. Returns the lines that describe the file."""
+    if out.suffix != TORCH_SUFFIX:
+        raise ValueError(f"--format torch writes a {TORCH_SUFFIX}, got --out {str(out)!r}")
+    program, model, facts, remarks = program_of(weights)
+    pixels = pixels_of(model, facts)
+    example = random_pixels(EXAMPLES, model.img_size, pixels, program)
+    batches = [random_pixels(count, model.img_size, pixels, program) for count in CHECKED]
+    contents = describe(model, program.state_dict(), facts)
+    with replaced_file(out, durable=True) as temporary:
+        write_program(temporary, program, example, facts)
+        difference = check_program(temporary, program, batches)
     height, width = model.img_size
-    channels = count_of(model.in_chans, "channel")
-    text = (
-        f"{million:.1f} M parameters; images of {channels} and {height} x {width} pixels, "
-        f"{describe_pixels(facts.get('pixels'))}, normalised with mean {facts['mean']} and std {facts['std']}"
-    )
-    if InvalidPixels.from_settings(facts).is_declared:
-        text += "; invalid pixels, and bands that an image lacks, are 0 after that"
-    return text
+    images = f"{facts['input_dtype']} [B, {model.in_chans}, {height}, {width}]"
+    return [
+        f"{weights.path}: {out}: {contents}",
+        f"largest difference from the run's outputs, in batches of {CHECKED[0]} and {CHECKED[1]} images: {difference}",
+        *(f"note: {remark}" for remark in remarks),
+        f"torch.export.load({quoted(str(out))}).module()  # images {images} -> {facts['outputs']}",
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------------- files
 
 
 def write_weights(path: Path, state: Tensors, facts: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
@@ -455,7 +444,7 @@ def export(source: str | Path, out: str | Path, overwrite: bool = False, layout:
     check_out(out, source, overwrite)
     weights = read(source)
     refuse_unknown_model(weights)
-    writers = {"timm": export_timm, "transformers": export_transformers, "mae": export_mae}
+    writers = {"timm": export_timm, "transformers": export_transformers, "mae": export_mae, "torch": export_torch}
     return writers[layout](weights, out)
 
 
@@ -478,8 +467,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser("export.py", description=__doc__)
     flag = parser.add_argument
     flag("run", help="a checkpoint, or the folder of a run")
-    flag("--out", required=True, help="write this file, .safetensors or .pth, or this folder if it has no suffix")
-    flag("--format", default="timm", choices=("timm", "transformers", "mae"), help="names and layout of the weights")
+    flag("--out", required=True, help="write this file, .safetensors, .pth or .pt2, or this folder if it has no suffix")
+    flag("--format", default="timm", choices=FORMATS, help="what reads the result")
     flag(
         "--overwrite",
         action=argparse.BooleanOptionalAction,

@@ -93,6 +93,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         main_pretrain.main([*arguments_of["main_pretrain.py"], *small, "--picture_every", "0", "--device", "cpu"])
         export.main(arguments_of["scripts/export.py"])
         export.main(["output/photos", "--out", "photos_encoder"])
+        export.main(["output/photos", "--out", "model.pt2", "--format", "torch"])
     return folder
 
 

@@ -170,6 +170,7 @@ def mae_run(tmp_path):
         ("e.pth", "timm"),
         ("e", "transformers"),
         ("e.pth", "mae"),
+        ("e.pt2", "torch"),
     ],
 )
 def test_a_full_disk_may_pass(mae_run, full_disk, capsys, out, layout):

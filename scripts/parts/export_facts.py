@@ -1,0 +1,90 @@
+"""What is said beside exported weights: facts on the images of a model, and its description."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from encoders.names import Tensors
+from scripts.parts.timm_models import is_classifier
+from util.data.invalid_pixels import InvalidPixels
+from util.data.pixel_format import RGB8, PixelFormat
+from util.data.statistics import describe_pixels, known_statistics
+from util.run.files import record
+from util.run.files.record import CheckpointInfo
+from util.text import count_of
+
+# Settings of a segmentation run that say what its logits mean, and which images it has seen.
+SEGMENTATION_SETTINGS = ("ignore_index", "reduce_zero_label", "image_scale", "stride")
+
+
+def known_facts(model: nn.Module, info: CheckpointInfo) -> dict[str, Any]:
+    """What is stored beside the weights, see `exported.EXPORTED_FACTS`, as far as it is known.
+
+    info: of the checkpoint. ValueError if the pixel statistics are unknown.
+    """
+    pixels = info.pixel_settings
+    statistics = known_statistics(pixels, PixelFormat(model.in_chans, pixels["pixels"] or RGB8.dtype))
+    if statistics is None or not len(statistics[0]) == len(statistics[1]) == model.in_chans:
+        raise ValueError(
+            f"the checkpoint does not hold the pixel mean and deviation of its {model.in_chans} channels, got "
+            f"{pixels['mean']} and {pixels['std']}: give a checkpoint of a run that stores them"
+        )
+    facts = {
+        "mean": statistics[0],
+        "std": statistics[1],
+        "pixels": pixels["pixels"],
+        "input_size": list(model.img_size),
+        "crop_pct": info.settings.get("crop_pct"),
+        "optimizer": info.settings.get("optimizer"),  # of a file that was exported before
+    }
+    if info.run is not None:
+        facts["optimizer"] = info.run.optimizer
+    if is_classifier(model):
+        facts["classes"] = info.classes
+    facts = {name: value for name, value in facts.items() if value}
+    for name in record.INVALID_SETTINGS:
+        if name in pixels:  # 0 is a value, too
+            facts[name] = pixels[name]
+    return facts
+
+
+def describe(model: nn.Module, state: Tensors, facts: Mapping[str, Any]) -> str:
+    """What the model is and which images it takes. facts: see `known_facts`."""
+    million = sum(value.numel() for value in state.values()) / 1e6
+    height, width = model.img_size
+    channels = count_of(model.in_chans, "channel")
+    text = (
+        f"{million:.1f} M parameters; images of {channels} and {height} x {width} pixels, "
+        f"{describe_pixels(facts.get('pixels'))}, normalised with mean {facts['mean']} and std {facts['std']}"
+    )
+    if InvalidPixels.from_settings(facts).is_declared:
+        text += "; invalid pixels, and bands that an image lacks, are 0 after that"
+    return text
+
+
+def facts_of_program(model: nn.Module, info: CheckpointInfo) -> dict[str, Any]:
+    """What is stored beside a program of torch.export: `known_facts`, and what its outputs mean.
+
+    model: a classifier or an encoder, or the encoder of a segmentation model, whose run `info` describes.
+    """
+    facts = known_facts(model, info)
+    facts.pop("optimizer", None)
+    facts["pixels"] = facts.get("pixels") or RGB8.dtype
+    facts["input_dtype"] = pixels_of(model, facts).batch_dtype
+    facts["outputs"] = "tokens"
+    if is_classifier(model):
+        facts["outputs"] = "logits of images"
+    if "ignore_index" in info.settings:
+        facts["outputs"] = "logits of pixels"
+        facts["classes"] = info.classes
+        facts["class_colors"] = info.class_colors
+        for name in SEGMENTATION_SETTINGS:
+            facts[name] = info.settings[name]
+    return facts
+
+
+def pixels_of(model: nn.Module, facts: Mapping[str, Any]) -> PixelFormat:
+    """The format of the images that a model takes. facts: see `known_facts`."""
+    is_declared = InvalidPixels.from_settings(facts).is_declared
+    return PixelFormat(model.in_chans, facts.get("pixels") or RGB8.dtype, is_declared)

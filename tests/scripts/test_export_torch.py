@@ -1,0 +1,208 @@
+"""Programs of torch.export: they run without this project, on pixels as files hold them."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from downstream.segmentation.engine_segmentation import slide_logits
+from encoders.load import load_model
+from scripts.parts import torch_program
+from tests.scripts.exports import (
+    CLOSE,
+    RELATIVE,
+    SWIN,
+    VIT,
+    detection_run,
+    finetuned,
+    pretrained,
+    refused,
+    run,
+    segmentation_run,
+)
+from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
+
+FOR_TORCH = ("--format", "torch")
+ALONE = """
+import sys, torch
+program = torch.export.load(sys.argv[1]).module()
+assert not {"models_vit", "encoders", "util", "timm"} & set(sys.modules)
+torch.save([program(imgs) for imgs in torch.load("imgs.pt")], "outputs.pt")
+"""
+HOLES = {"mean": [0.1 + 0.02 * i for i in range(13)], "std": [0.2 + 0.01 * i for i in range(13)], "in_chans": 13}
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """The script's check of the file starts no process of its own, which takes seconds."""
+
+    def run_here(path, batches):
+        program = torch.export.load(path).module()
+        return [program(imgs) for imgs in batches]
+
+    monkeypatch.setattr(torch_program, "run_alone", run_here)
+
+
+def load(path):
+    """Returns (the program, the facts in the file)."""
+    extra = {"facts.json": ""}
+    program = torch.export.load(path, extra_files=extra).module()
+    return program, json.loads(extra["facts.json"])
+
+
+def photos(count, size=32):
+    return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8)
+
+
+def normalised(imgs, mean=IMAGENET_MEAN, std=IMAGENET_STD, full_range=255, nodata=None):
+    """By hand, channel by channel, in float64."""
+    arrays = imgs.numpy().astype(np.float64)
+    out = np.zeros(arrays.shape)
+    for c in range(arrays.shape[1]):
+        values = (arrays[:, c] / full_range - mean[c]) / std[c]
+        invalid = np.isnan(arrays[:, c])
+        if nodata is not None:
+            invalid |= arrays[:, c] == nodata
+        out[:, c] = np.where(invalid, 0, values)
+    return torch.from_numpy(out).float()
+
+
+def logits_by_windows(model, imgs):
+    """As the run evaluates, image by image, each of which is one window."""
+    logits = []
+    for img in imgs:
+        logits.append(slide_logits(lambda windows: model(windows)["decode"], img, model.img_size, stride=10))
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        (VIT[1], {"global_pool": "avg"}),
+        (VIT[1], {"global_pool": "token", "probe": True}),
+        (RELATIVE[1], {}),
+        (SWIN[1], {}),
+    ],
+)
+@torch.no_grad()
+def test_classifiers(tmp_path, capsys, in_this_process, name, options):
+    path, ours = finetuned(tmp_path, name, crop_pct=0.9, **options)
+    line = run(capsys, path, tmp_path / "model.pt2", *FOR_TORCH)[-1]
+    assert line.endswith("# images uint8 [B, 3, 32, 32] -> logits of images")
+    program, facts = load(tmp_path / "model.pt2")
+    for count in (1, 3):
+        imgs = photos(count)
+        expected = ours(normalised(imgs))
+        assert expected.std() > 0.05
+        assert_close(program(imgs), expected, **CLOSE)
+    assert facts == {
+        "mean": list(IMAGENET_MEAN),
+        "std": list(IMAGENET_STD),
+        "pixels": "uint8",
+        "input_dtype": "uint8",
+        "input_size": [32, 32],
+        "crop_pct": 0.9,
+        "classes": list("abcde"),
+        "outputs": "logits of images",
+    }
+
+
+@pytest.mark.parametrize(("nodata", "dtype"), [(None, "uint16"), (0, "float32")])
+@torch.no_grad()
+def test_thirteen_bands_of_16_bits(tmp_path, capsys, in_this_process, nodata, dtype):
+    path, ours = finetuned(tmp_path, VIT[1], pixels="uint16", marks={"nodata": nodata}, in_chans=13)
+    run(capsys, path, tmp_path / "model.pt2", *FOR_TORCH)
+    program, facts = load(tmp_path / "model.pt2")
+    assert (facts["input_dtype"], facts.get("nodata")) == (dtype, nodata)
+    for count in (1, 3):
+        imgs = torch.randint(0, 65536, (count, 13, 32, 32))
+        imgs[:, 4:, :9] = 0
+        imgs = imgs.to(getattr(torch, dtype))
+        x = normalised(imgs, facts["mean"], facts["std"], 65535, nodata)
+        assert_close(program(imgs), ours(x), **CLOSE)
+
+
+@pytest.mark.parametrize("flags", [(), ("--head", "linear")])
+@torch.no_grad()
+def test_segmentation(tmp_path, capsys, in_this_process, flags):
+    model = segmentation_run(tmp_path, *flags)
+    run(capsys, tmp_path, tmp_path / "model.pt2", *FOR_TORCH)
+    program, facts = load(tmp_path / "model.pt2")
+    for count in (1, 3):
+        imgs = photos(count, 16)
+        expected = logits_by_windows(model, normalised(imgs))
+        assert expected.shape == (count, 3, 16, 16)
+        assert expected.std() > 0.01
+        assert_close(program(imgs), expected, **CLOSE)
+    assert facts["classes"] == list("abc")
+    assert facts["class_colors"] == [[0, 0, 0], [255, 0, 0], [0, 0, 255]]
+    assert (facts["ignore_index"], facts["reduce_zero_label"], facts["stride"]) == (255, False, 10)
+    assert (facts["input_size"], facts["outputs"]) == ([16, 16], "logits of pixels")
+
+
+@torch.no_grad()
+def test_a_file_runs_without_this_project(tmp_path, capsys):
+    """Bands of 16 bits with holes: NaN, and the value of --nodata. The script checks it in a process, too."""
+    model = segmentation_run(tmp_path / "run", pixels="uint16", nodata=7, mask_band=None, bands=None, **HOLES)
+    out = tmp_path / "model.pt2"
+    lines = run(capsys, tmp_path / "run", out, *FOR_TORCH)
+    assert lines[1].startswith("largest difference from the run's outputs, in batches of 1 and 3 images: ")
+    _, facts = load(out)
+    assert (facts["pixels"], facts["input_dtype"], facts["nodata"]) == ("uint16", "float32", 7)
+
+    batches = []
+    for count in (1, 3):
+        imgs = torch.randint(0, 65536, (count, 13, 16, 16)).float()
+        imgs[:, 2, :5] = torch.nan
+        imgs[:, 3:, :, 8:] = 7
+        batches.append(imgs)
+    torch.save(batches, tmp_path / "imgs.pt")
+    subprocess.run([sys.executable, "-I", "-c", ALONE, out], cwd=tmp_path, check=True)
+    for imgs, outputs in zip(batches, torch.load(tmp_path / "outputs.pt"), strict=True):
+        x = normalised(imgs, HOLES["mean"], HOLES["std"], 65535, nodata=7)
+        assert_close(outputs, logits_by_windows(model, x), **CLOSE)
+
+
+@torch.no_grad()
+def test_an_encoder_returns_its_features(tmp_path, capsys, in_this_process):
+    path = pretrained(tmp_path, VIT[0])
+    run(capsys, path, tmp_path / "encoder.pt2", *FOR_TORCH)
+    program, facts = load(tmp_path / "encoder.pt2")
+    imgs = photos(3)
+    assert_close(program(imgs), load_model(path).forward_features(normalised(imgs)), **CLOSE)
+    assert facts["outputs"] == "tokens"
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+
+def test_detectors_are_refused(tmp_path, capsys):
+    detection_run(tmp_path / "run")
+    message = refused(capsys, tmp_path / "run", tmp_path / "model.pt2", *FOR_TORCH)
+    assert "is a detector. How many boxes it finds depends on the image" in message
+    assert "load it by torch.hub's 'detector', or export its encoder with --format timm" in message
+
+
+def test_a_program_with_other_outputs_is_not_written(tmp_path, capsys, monkeypatch):
+    path, _ = finetuned(tmp_path, VIT[1])
+    monkeypatch.setattr(torch_program, "run_alone", lambda path, batches: [torch.zeros(len(x), 5) for x in batches])
+    message = refused(capsys, path, tmp_path / "model.pt2", *FOR_TORCH)
+    assert "the outputs of the program differ from those of the run's model by up to" in message
+
+
+def test_what_torch_cannot_record_is_refused(tmp_path, capsys, monkeypatch):
+    path, _ = finetuned(tmp_path, VIT[1])
+    monkeypatch.setattr(torch_program.Program, "forward", lambda self, imgs: imgs[: int(imgs.sum())])
+    message = refused(capsys, path, tmp_path / "model.pt2", *FOR_TORCH)
+    assert "cannot record a VisionTransformer: " in message
+    assert "load the model by torch.hub, or export it with --format timm" in message
+
+
+def test_suffix_and_format_belong_together(tmp_path, capsys):
+    path, _ = finetuned(tmp_path, VIT[1])
+    assert "--format torch writes a .pt2, got --out" in refused(capsys, path, tmp_path / "model.pth", *FOR_TORCH)
+    assert "a .pt2 is written by --format torch, got --out" in refused(capsys, path, tmp_path / "model.pt2")
