@@ -355,20 +355,88 @@ def test_the_study_of_length_prints_the_means_of_its_rows() -> None:
     outcomes = outcomes_of_length()
     assert {len(values) for values in outcomes.values()} == {8}
     text = (ROOT / "docs" / "study.md").read_text()
-    printed = re.findall(r"^\| ((?:last block )?(?:fine-tuned|frozen)) \| ([148]) \| (.*) \|$", text, re.MULTILINE)
-    assert len(printed) == 7
+    printed = re.findall(r"^\| (fine-tuned|frozen) \| ([148]) \| (.*) \|$", text, re.MULTILINE)
+    assert len(printed) == 6
     for outcome, passes, cells in printed:
         means = [statistics.mean(outcomes[outcome, arm, int(passes)]) for arm in LENGTH_ARMS]
         assert cells.split(" | ") == [f"{mean:.2f}" for mean in means]
-    _, table, _ = re.split("<!-- .*main result -->", README.read_text())
-    for line, arm in zip(table.strip().splitlines()[2:], ("mae", "plain50", "prmim50"), strict=True):
-        measured = [
-            ("fine-tuned", arm, 1),
-            ("fine-tuned", arm, 4),
-            ("fine-tuned", arm, 8),
-            ("frozen", arm, 8),
-        ]
-        assert line.strip("| ").split(" | ")[-4:] == [f"{statistics.mean(outcomes[key]):.1f}" for key in measured]
+
+
+# Student's t at .975, by the number of seeds.
+QUANTILES = {4: 3.1824, 8: 2.3646, 18: 2.1098}
+Scores = dict[str, dict[str, float]]  # {arm: {seed: percent}}
+CONTRASTS = (("plain50", "mae"), ("progressive50", "plain50"), ("prmim50", "mae"), ("prmim50", "progressive50"))
+
+
+def scores_of(rows: list[dict[str, str]], outcome: str, **conditions: str) -> Scores:
+    """Returns the percent of fine-tuning or of frozen features in the rows of a study that meet the conditions."""
+    scores: Scores = {}
+    for row in rows:
+        if any(row[name] != value for name, value in conditions.items()):
+            continue
+        if outcome == "frozen" and row["knn"]:
+            scores.setdefault(row["arm"], {})[row["seed"]] = (float(row["knn"]) + float(row["ridge"])) / 2
+        if outcome == "fine-tuned":
+            percent = row.get("finetuned") or row.get("top1")
+            if percent:
+                scores.setdefault(row["arm"], {})[row["seed"]] = float(percent)
+    return scores
+
+
+def printed_difference(scores: Scores, arm: str, other: str) -> str:
+    """Returns the mean difference over the seeds of both arms, with its 95 % interval, as the pages print it."""
+    seeds = sorted(scores[arm].keys() & scores[other].keys())
+    gains = [scores[arm][seed] - scores[other][seed] for seed in seeds]
+    half = QUANTILES[len(seeds)] * statistics.stdev(gains) / len(seeds) ** 0.5
+    return f"{statistics.mean(gains):+.2f} ± {half:.2f}".replace("-0.00", "0.00").replace("-", "−")
+
+
+def all_scores() -> dict[tuple[str, str, str], Scores]:
+    """Returns {(steps × images, tokens, outcome): scores}."""
+    gpu = rows_of("studies/study_gpu.csv")
+    length = rows_of("studies/study_length.csv")
+    found = {}
+    for outcome in ("fine-tuned", "frozen"):
+        for passes, steps in (("32", "6,240"), ("24", "4,680"), ("8", "1,560")):
+            found[f"{steps} × 256", "8×8, one rate", outcome] = scores_of(gpu, outcome, passes=passes)
+        for passes, steps in (("8", "12,496"), ("4", "6,248"), ("1", "1,562")):
+            found[f"{steps} × 32", "8×8", outcome] = scores_of(length, outcome, passes=passes)
+        found["1,562 × 32", "14×14", outcome] = scores_of(rows_of("studies/study_frozen14.csv"), outcome)
+        found["781 × 32", "14×14", outcome] = scores_of(rows_of("studies/study_grid14.csv"), outcome)
+    del found["1,560 × 256", "8×8, one rate", "fine-tuned"]
+    return found
+
+
+def test_when_throwing_pays_is_that_of_the_rows() -> None:
+    _, table, _ = re.split("<!-- .*throwing -->", (ROOT / "docs" / "pretrain.md").read_text())
+    expected = all_scores()
+    lines = table.strip().splitlines()[2:]
+    assert len(lines) == len(expected)
+    for line in lines:
+        setting, seeds, outcome, *differences = line.strip("| ").split(" | ")
+        steps, _, tokens = setting.partition(", ")
+        scores = expected[steps, tokens, outcome]
+        assert seeds == str(min(len(of_arm) for of_arm in scores.values()))
+        assert differences == [printed_difference(scores, *contrast) for contrast in CONTRASTS], setting
+
+
+def test_the_longest_runs_are_printed_as_measured() -> None:
+    expected = all_scores()
+    text = (ROOT / "docs" / "study.md").read_text().replace("*", "")
+    steps = {"32": "6,240", "24": "4,680", "8": "1,560"}
+    printed = re.findall(r"^\| (32|24|8) \| (fine-tuned|frozen) \((?:MAE )?([\d.]+)\) \| (.*) \|$", text, re.MULTILINE)
+    assert len(printed) == 5
+    for passes, outcome, of_mae, cells in printed:
+        scores = expected[f"{steps[passes]} × 256", "8×8, one rate", outcome]
+        assert of_mae == f"{statistics.mean(scores['mae'].values()):.2f}"
+        assert cells.split(" | ") == [printed_difference(scores, *contrast) for contrast in CONTRASTS]
+    _, table, _ = re.split("<!-- .*measured.* -->", README.read_text())
+    mae, plain, prmim = [line.strip("| ").split(" | ")[1:] for line in table.strip().splitlines()[2:]]
+    for column, outcome in enumerate(("fine-tuned", "frozen")):
+        scores = expected["6,240 × 256", "8×8, one rate", outcome]
+        assert mae[column] == f"{statistics.mean(scores['mae'].values()):.2f}"
+        assert plain[column] == printed_difference(scores, "plain50", "mae")
+        assert prmim[column] == printed_difference(scores, "prmim50", "mae")
 
 
 def test_the_study_of_length_prints_the_answers_of_its_rows() -> None:
