@@ -35,6 +35,7 @@ from util.evaluate.evaluator import Evaluator
 from util.evaluate.loop import EvalContext
 from util.evaluate.results import Evaluation
 from util.evaluate.session import Session, session_of_eval
+from util.findings import collect_all
 from util.lars import LARS
 from util.lazy import LazyModule
 from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, prepare_file, run_program
@@ -359,7 +360,7 @@ def summary_rows(args: argparse.Namespace, model: nn.Module, images: Any, val_im
 def match_run(run: Run, model: nn.Module, classes: list[str]) -> None:
     """ValueError if frozen blocks would stay untrained, or if a resumed run had other classes."""
     if run.resumed is None:
-        if model.frozen and run.encoder is None:
+        if model.frozen and run.args.finetune is None:
             blocks = f"--trainable_blocks {run.args.trainable_blocks}"
             raise ValueError(f"{blocks} needs --finetune: the frozen blocks must be pre-trained")
         return
@@ -387,8 +388,10 @@ def describe_model(
 
 def open_data(args: argparse.Namespace) -> tuple[Any, Any]:
     """Opens train/ and val/. ValueError unless both have the same classes, --nb_classes of them."""
-    images = open_everywhere(args, "train", labelled=True, max_bad_fraction=args.max_bad_fraction)
-    val_images = open_everywhere(args, "val", labelled=True)
+    images, val_images = collect_all(
+        lambda: open_everywhere(args, "train", labelled=True, max_bad_fraction=args.max_bad_fraction),
+        lambda: open_everywhere(args, "val", labelled=True),
+    )
     match_splits(images, val_images)
     number = len(images.classes)
     if args.nb_classes not in (None, number):

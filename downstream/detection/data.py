@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,11 @@ from downstream.detection.annotations import read_coco
 from downstream.detection.masks import decode_mask
 from downstream.image_files import read_formats
 from util.addressed import AUGMENT, addressed_numbers
+from util.data.folders import count_images, note_unread
 from util.data.images import ImageError, ImageFiles, evenly_spaced
 from util.data.transforms import Size, mirror, resize
-from util.text import shorten
+from util.findings import Part
+from util.text import count_of, shorten
 
 Batch = Sequence[Any]  # of `PadAndStack`
 
@@ -70,11 +73,13 @@ class CocoImages(ImageFiles):
         annotated = group_by_image(content, [category_id for category_id, _ in self.categories])
         images = sorted(content["images"], key=lambda image: image["id"])
         notes = []
+        self.ignored: set[str] = set()  # names of files without objects
         if training:
             notes = leave_out_untrainable(annotated)
             with_objects = [image for image in images if annotated[image["id"]]]
             if len(with_objects) < len(images):
                 notes.append(f"images without objects ignored: {len(images) - len(with_objects)}")
+            self.ignored = {image["file_name"] for image in images if not annotated[image["id"]]}
             images = with_objects
         samples = [(image["file_name"], 0) for image in images]
         super().__init__(image_root, samples, classes=[], notes=notes, in_chans=in_chans)
@@ -97,6 +102,26 @@ class CocoImages(ImageFiles):
         self.ends = np.cumsum([len(text) for text in encoded])
         self.bytes = np.frombuffer(b"".join(encoded), np.uint8)
 
+    def survey_targets(self) -> Part:
+        """Returns how many objects of each category there are, and how many images have none."""
+        numbers = Counter(annotation.label for i in range(len(self)) for annotation in self.annotations(i))
+        counts = {name: numbers[label] for label, (_, name) in enumerate(self.categories, 1)}
+        num_empty = sum(not self.annotations(i) for i in range(len(self)))
+        listed = [f"{name} {number}" for name, number in counts.items()]
+        content = {
+            "objects": self.num_objects,
+            "masks": self.num_masks,
+            "categories": counts,
+            "images_without_objects": num_empty,
+        }
+        lines = [
+            f"objects      {self.num_objects}, {self.num_masks} of them with a segmentation, in {self.json_path}",
+            f"categories   {len(counts)}: {shorten(listed, 100)}",
+        ]
+        if num_empty:
+            lines.append(f"             {count_of(num_empty, 'image')} without objects")
+        return Part(content, lines)
+
     def check(self, max_bad_fraction: float = 0.0, all_sizes: bool = False, rank: int = 0, world_size: int = 1) -> None:
         """Looks for all images in their folders, compares sizes with those in the JSON file, and formats.
 
@@ -115,7 +140,7 @@ class CocoImages(ImageFiles):
         self.one_format({self.pixel_format: 0} | formats)
 
     def refuse_missing(self) -> None:
-        """ImageError if images are not in their folder."""
+        """ImageError if images are not in their folder. Notes files there that the JSON file does not name."""
         names = [os.fsdecode(name) for name in self.names.tolist()]
         present: set[str] = set()
         for folder in {os.path.dirname(name) for name in names}:  # listing is faster than a look at each file
@@ -130,6 +155,9 @@ class CocoImages(ImageFiles):
                 f"{len(missing)} of {len(names)} images of {str(self.json_path)!r} are not in {str(self.root)!r}: "
                 f"{shorten(missing)}"
             )
+        if not absent:
+            unread = count_images(sorted(present.difference(names, self.ignored)))
+            self.notes += note_unread(unread, f" in {str(self.root)!r}, which {self.json_path.name} does not name")
 
     def refuse_size(self, i: int, size: Size) -> None:
         """ImageError unless image i has the (height, width) `size` in the JSON file."""

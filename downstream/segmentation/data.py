@@ -23,12 +23,14 @@ from downstream.common import scaled_size
 from downstream.image_files import examine, image_errors, read_formats, read_size
 from util.addressed import AUGMENT, addressed_numbers
 from util.data.decode import has_16_bits, open_image
-from util.data.folders import count_unread, is_hidden, is_image, note_unread, spelling, split_of
+from util.data.folders import count_images, count_unread, is_hidden, is_image, note_unread, spelling, split_of
 from util.data.images import ImageError, ImageFiles, evenly_spaced, retry_io
 from util.data.transforms import TRIES, Size, mirror
+from util.findings import Part
 from util.text import count_of, shorten
 
 IGNORE = 255
+NUM_SURVEYED = 1000  # label files of each split that a check of the data counts
 NUM_CHECKED = 100  # pairs of each split that are read as a whole before training
 NO_CLASS = "no labelled pixel in the {} split: check its label files, --ignore_index and --reduce_zero_label"
 
@@ -105,6 +107,34 @@ class LabelCounts:
         ignored = self.percent(self.values.table == IGNORE)
         return f"labels of {count_of(self.num_files, 'file')}: {found}, {ignored} of the pixels are ignored"
 
+    def meaning_of(self, value: int) -> str:
+        """Returns what a value stands for."""
+        label = self.values.table[value]
+        if label == IGNORE:
+            return "ignored"
+        if label < 0:
+            return "no class"
+        return f"class {label}"
+
+    def survey(self, problems: list[str]) -> Part:
+        """Returns the shares of all values. problems: with files that are not counted."""
+        part = Part({"label_files": self.num_files, "unreadable_labels": problems, "label_values": {}})
+        shares = []
+        for value in np.flatnonzero(self.num_pixels).tolist():
+            share = self.num_pixels[value] / self.num_pixels.sum()
+            part.content["label_values"][str(value)] = {"meaning": self.meaning_of(value), "share": share}
+            shares.append(f"{value} ({self.meaning_of(value)}) {self.percent(value)}")
+        part.lines.append(f"labels       in {count_of(self.num_files, 'file')}: {shorten(shares, 50)}")
+        values = range(self.values.first, self.values.last + 1)
+        absent = [str(value) for value in values if not self.num_pixels[value]]
+        part.content["absent_values"] = absent
+        if absent:
+            part.lines.append(f"             no pixel has the values {shorten(absent, 20)}, which are classes")
+        if problems:
+            number = count_of(len(problems), "label file")
+            part.lines.append(f"             {number} cannot be read: {shorten(problems)}")
+        return part
+
     def refuse_one_class(self, split: str) -> None:
         """ImageError if a single class was found although there should be more. split: for the message."""
         values = self.values
@@ -112,10 +142,7 @@ class LabelCounts:
             return
         shares = []
         for value in np.flatnonzero(self.num_pixels).tolist():
-            meaning = f"class {values.table[value]}"
-            if values.table[value] == IGNORE:
-                meaning = "ignored"
-            shares.append(f"{self.percent(value)} are {value} ({meaning})")
+            shares.append(f"{self.percent(value)} are {value} ({self.meaning_of(value)})")
         advice = ""
         if values.first == 1 and self.num_pixels[0]:
             advice += "if 0 is a class, leave out --reduce_zero_label; "
@@ -140,8 +167,11 @@ class SegmentationImages(ImageFiles):
         self.values = values
         image_root = find_split(Path(data_path) / "images", split)
         self.label_root = find_split(Path(data_path) / "annotations", split)
-        images, notes = files_by_stem(image_root, is_image)
-        labels, _ = files_by_stem(self.label_root, lambda name: name.lower().endswith(".png"))
+        images, others = files_by_stem(image_root, is_image)
+        notes = note_unread(count_unread(others))
+        labels, others = files_by_stem(self.label_root, lambda name: name.lower().endswith(".png"))
+        label_notes = note_unread(count_images(others), f" in the folder of label files, {str(self.label_root)!r}")
+        notes += label_notes
         if not images:
             raise ValueError(f"{str(image_root)!r} holds no images")
         without_labels = sorted(images.keys() - labels)
@@ -149,6 +179,7 @@ class SegmentationImages(ImageFiles):
             number = count_of(len(without_labels), "name")
             raise ValueError(
                 f"{number} without a label file (.png) in {str(self.label_root)!r}: {shorten(without_labels)}"
+                + "".join(f" ({note})" for note in label_notes)
             )
         without_image = sorted(labels.keys() - images)
         if without_image:
@@ -164,6 +195,22 @@ class SegmentationImages(ImageFiles):
     def label_path(self, i: int) -> str:
         """Returns the path of the label file of image i."""
         return os.path.join(self.label_root, os.fsdecode(bytes(self.label_names[i])))
+
+    def files_read(self) -> dict[str, set[bytes]]:
+        return {**super().files_read(), str(self.label_root): set(self.label_names.tolist())}
+
+    def survey_targets(self) -> Part:
+        """Returns the shares of the values in up to NUM_SURVEYED label files, and the classes without a pixel."""
+        num_pixels = np.zeros(256, np.int64)
+        problems: list[str] = []
+        indices = evenly_spaced(len(self), NUM_SURVEYED).tolist()
+        for i in indices:
+            try:
+                num_pixels += np.bincount(read_values(self.label_path(i)).ravel(), minlength=256)
+            except (ImageError, OSError) as error:
+                problems.append(str(error))
+        counts = LabelCounts(self.values, len(indices) - len(problems), num_pixels)
+        return counts.survey(problems)
 
     def check(
         self,
@@ -267,7 +314,7 @@ def find_split(folder: Path, split: str) -> Path:
 
 
 def files_by_stem(root: Path, is_wanted: Callable[[str], bool]) -> tuple[dict[str, str], list[str]]:
-    """Returns {name without its ending: name} of the files whose name `is_wanted`, and notes on images that are not.
+    """Returns {name without its ending: name} of the files whose name `is_wanted`, and the names of all others.
 
     In the order of their names, which are relative to `root`. Hidden files and folders are ignored. ValueError if two
     names differ in their ending alone.
@@ -289,7 +336,7 @@ def files_by_stem(root: Path, is_wanted: Callable[[str], bool]) -> tuple[dict[st
         if stem in by_stem:
             raise ValueError(f"{by_stem[stem]!r} and {name!r} in {str(root)!r} differ in their ending alone")
         by_stem[stem] = name
-    return by_stem, note_unread(count_unread(others))
+    return by_stem, others
 
 
 def stack_pairs(samples: Sequence[tuple]) -> tuple[Tensor, Tensor]:

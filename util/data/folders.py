@@ -61,8 +61,19 @@ def count_unread(names: Sequence[str]) -> Counter[str]:
     return counts
 
 
-def note_unread(counts: Counter[str]) -> list[str]:
-    """Returns a note that names the most frequent endings of files that are not read. counts: of `count_unread`."""
+def count_images(names: Sequence[str]) -> Counter[str]:
+    """Returns how many files there are of each ending that images have, whether it is read or not."""
+    counts = count_unread(names)
+    del counts[""]
+    counts.update(os.path.splitext(name)[1].lower() for name in names if is_image(name))
+    return counts
+
+
+def note_unread(counts: Counter[str], where: str = "") -> list[str]:
+    """Returns a note that names the most frequent endings of files that are not read. counts: of `count_unread`.
+
+    where: the end of the note.
+    """
     if not counts:
         return []
     kinds = []
@@ -71,7 +82,7 @@ def note_unread(counts: Counter[str]) -> list[str]:
         if ending == "":
             kind = "without an ending"
         kinds.append(f"{count_of(counts[ending], 'file')} {kind}")
-    return [f"note: not read: {shorten(kinds, 5)}"]
+    return [f"note: not read: {shorten(kinds, 5)}{where}"]
 
 
 # ------------------------------------------------------------------------------------------------------------ splits
@@ -175,6 +186,14 @@ class SplitFiles:
     tars: list[Path]
     notes: list[str]
 
+    @classmethod
+    def of_folder(cls, listing: Listing, tars: list[Path], notes: list[str]) -> "SplitFiles":
+        """Returns what is read in a folder: these tars, or if there are none its images. Notes images beside tars."""
+        if tars:
+            unread = count_images([*listing.images, *listing.others])
+            notes = [*notes, *note_unread(unread, f" beside the tars in {str(listing.path)!r}")]
+        return cls(listing.path, tars, notes)
+
 
 def find_files(data_path: str | Path, split: str = "train", labelled: bool = False) -> SplitFiles:
     """Finds what is read for a split: ROOT/<split>/, the tars of the split in ROOT, or all of ROOT.
@@ -207,13 +226,13 @@ def find_files(data_path: str | Path, split: str = "train", labelled: bool = Fal
             names_of_splits = [name for names in by_split.values() for name in names]
             advice = f"give {str(path / names_of_splits[0])!r} itself to train on it"
             raise MissingSplit(f"--data_path {str(path)!r} holds {shorten(names_of_splits)}, but no {split}: {advice}")
-        return SplitFiles(path, listing.readable_tars(), check_split_words(listing))
+        return SplitFiles.of_folder(listing, listing.readable_tars(), check_split_words(listing))
 
     names = by_split[chosen]
     folders = [name for name in names if name in listing.folders]
     if not folders:
         notes = note_stand_in(shorten(names), chosen, split)
-        return SplitFiles(listing.path, [listing.path / name for name in names], notes)
+        return SplitFiles.of_folder(listing, [listing.path / name for name in names], notes)
     folder = folders[0]
     if len(folders) > 1:
         raise ValueError(f"--data_path {str(path)!r} holds {' and '.join(folders)} for {chosen}: rename all but one")
@@ -228,7 +247,8 @@ def find_files(data_path: str | Path, split: str = "train", labelled: bool = Fal
     others = [name for name in no_split if name in listing.folders]
     if others and not labelled:
         notes.append(f"note: {shorten(others)} in {str(path)!r} is not read: only {folder}/ is")
-    return SplitFiles(path / folder, list_folder(path / folder).readable_tars(), notes)
+    split_listing = list_folder(path / folder)
+    return SplitFiles.of_folder(split_listing, split_listing.readable_tars(), notes)
 
 
 def check_split_words(listing: Listing) -> list[str]:

@@ -5,6 +5,7 @@ all workers share them. The images are read as they are stored, encoded.
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePath
@@ -12,7 +13,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from util.data.folders import DEFAULT_PATH, MissingSplit, choose_split, note_stand_in, split_of
+from util.data.folders import (
+    DEFAULT_PATH,
+    MissingSplit,
+    choose_split,
+    count_images,
+    count_unread,
+    is_hidden,
+    note_stand_in,
+    note_unread,
+    split_of,
+)
 from util.data.images import EncodedImages, ImageError, read_file
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels
 from util.text import count_of, shorten
@@ -135,9 +146,30 @@ def open_hugging_face(
     name, notes = choose_rows(list(splits), split, labelled, root)
     if name:
         root = f"{root}, split {name}"
-    return HuggingFaceImages(
+    images = HuggingFaceImages(
         splits[name], root, labelled, image_column, label_column, pinned_path, notes, in_chans, use_pillow, invalid
     )
+    images.notes += note_other_files(Path(data_path), images)
+    return images
+
+
+def note_other_files(folder: Path, images: HuggingFaceImages) -> list[str]:
+    """Returns a note on image files in a local data set that are not read. They may be rows of other splits.
+
+    So files with the ending of a row are left out, if any row is in a file of its own.
+    """
+    rows_in_files = np.flatnonzero(images.sizes < 0).tolist()
+    endings = {PurePath(images.paths[i].as_py() or "").suffix.lower() for i in rows_in_files}
+    names: list[str] = []
+    for _, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not is_hidden(name)]
+        names += [name for name in files if not is_hidden(name)]
+    counts = count_images(names)
+    if rows_in_files:
+        counts = count_unread(names)
+    for ending in {"", *endings}:
+        del counts[ending]
+    return note_unread(counts, f" in {str(folder)!r}")
 
 
 def choose_rows(names: list[str], split: str, labelled: bool, source: str) -> tuple[str, list[str]]:

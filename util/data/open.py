@@ -20,7 +20,9 @@ from util.data.images import (
     wanted_channels,
 )
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels
+from util.data.survey import check_images
 from util.data.tars import open_tars
+from util.findings import collected, note_opened
 
 DOWNLOADED = ("cifar10", "cifar100")  # data sets that are downloaded if they are missing
 INATURALIST = {"inat18": 2018, "inat19": 2019}
@@ -87,9 +89,11 @@ class ImageSource:
         """Returns the images, which are opened once. ImageError if too many are bad, or if one has other channels."""
         if self.images is None:
             images = self._open()
+            note_opened(self.split, images)
             if self.labelled and self.split == "train":
-                refuse_single_class(images)
-            images.check(self.max_bad_fraction)
+                with collected():
+                    refuse_single_class(images)
+            check_images(images, lambda: images.check(self.max_bad_fraction))
             self.images = images
         return self.images
 

@@ -63,6 +63,35 @@ class FolderInUse(ValueError):
     """Another process works in the output folder."""
 
 
+def in_use(folder: str | Path, holder: str) -> str:
+    """Returns the error that a folder is locked by `holder`."""
+    return (
+        f"--output_dir {str(folder)!r} is in use by {holder}: wait for it, stop it, or choose another "
+        f"folder; if that process is gone, remove {LOCK} there"
+    )
+
+
+def refuse_unusable(path: str | Path) -> None:
+    """ValueError if `writable_folder` would refuse the folder, or if it is locked. Nothing is created or changed."""
+    folder = existing_folder(path)
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"--output_dir {str(path)!r} cannot be written to: {str(folder)!r} is no folder, or may not be written to; "
+            "choose another folder"
+        )
+    lock = view_lock(path)
+    if lock.is_held:
+        raise FolderInUse(in_use(path, lock.holder or "another process"))
+
+
+def existing_folder(path: str | Path) -> Path:
+    """Returns the path itself, or the nearest folder above it that exists."""
+    for place in (Path(path), *Path(path).absolute().parents):
+        if place.exists():
+            return place
+    return Path(path)
+
+
 class FolderLock:
     """Reserves the folder for this process until it ends, however it ends.
 
@@ -95,10 +124,7 @@ class FolderLock:
                 self.file.seek(0)
                 holder = self.file.read().strip() or "another process"
                 if holder.endswith(f" on {here}") or time.monotonic() > end:
-                    raise FolderInUse(
-                        f"--output_dir {str(folder)!r} is in use by {holder}: wait for it, stop it, or choose another "
-                        f"folder; if that process is gone, remove {LOCK} there"
-                    ) from error
+                    raise FolderInUse(in_use(folder, holder)) from error
                 if not is_told:
                     is_told = True
                     print(f"{self.path} is held by {holder}: waiting for it, {LOCK_WAIT} s at most", file=sys.stderr)

@@ -47,14 +47,20 @@ def message_of(error: Exception) -> str:
 
 def refuse(parser: argparse.ArgumentParser, error: Exception, advice: str = "") -> NoReturn:
     """Ends the program with one paragraph and the error's `exit_code`. advice: the end of the paragraph."""
+    if isinstance(error, PermissionError):
+        advice = ""
+    message = describe_error(parser, error)
+    collectives.settle_threads()
+    parser.exit(exit_code(error), f"{parser.prog}: error: {message}{advice}\n")
+
+
+def describe_error(parser: argparse.ArgumentParser, error: Exception) -> str:
+    """Returns what an error of the user says, with the names of the parser's flags."""
     message = message_of(error)
     if isinstance(error, PermissionError):
         owner = f" ({describe_owner(str(error.filename))})" if error.filename else ""
         message += f"{owner}; ask for access, or give another path"
-        advice = ""
-    message = with_dashes(message, parser)
-    collectives.settle_threads()
-    parser.exit(exit_code(error), f"{parser.prog}: error: {message}{advice}\n")
+    return with_dashes(message, parser)
 
 
 def is_full_gpu(error: BaseException | None) -> bool:

@@ -246,6 +246,7 @@ def add_loading_flags(group: FlagGroup) -> None:
 def add_run_flags(group: FlagGroup, unit: str = "epochs") -> None:
     """Adds output folder, resuming, device, precision, memory, saving, reports. unit: of --save_every."""
     add_folder_flags(group)
+    add_check_flags(group)
     add_device_flags(group)
     add_saving_flags(group, unit)
     group.add_argument(
@@ -285,6 +286,21 @@ def add_folder_flags(group: FlagGroup) -> None:
         default=False,
         help="resume although changed settings or data change the results",
     )
+
+
+def add_check_flags(group: FlagGroup) -> None:
+    """Adds the check of a run that ends before its first step, see `util.run.start.data_check`."""
+    group.add_argument(
+        "--check_data",
+        everyday=True,
+        changes="nothing",
+        nargs="?",
+        const="basic",
+        choices=("basic", "duplicates"),
+        help="only check data, flags, disk and memory of this command; exit code 2 if the run would be refused; "
+        "duplicates: read every file, and find images with the same bytes",
+    )
+    group.add_argument("--check_json", changes="nothing", metavar="FILE.json", help="write what --check_data finds")
 
 
 def add_device_flags(group: FlagGroup) -> None:

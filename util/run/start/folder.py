@@ -17,9 +17,10 @@ import torch
 from util import collectives
 from util.code_version import code_version, source_hash
 from util.data.folders import refuse_inside_data
+from util.findings import collected
 from util.run.cli import LOG, Parser
 from util.run.files import checkpoint, search
-from util.run.files.lock import LOCK, FolderLock, writable_folder
+from util.run.files.lock import LOCK, FolderLock, existing_folder, refuse_unusable, writable_folder
 from util.run.files.record import CheckpointError, StartInfo
 from util.run.files.reports import read_json
 from util.run.processes import distributed
@@ -71,7 +72,7 @@ def refuse_foreign_files(folder: Path) -> None:
         raise ValueError(f"{problem}: choose another folder, or move them away")
 
 
-def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, list[str]]:
+def find_checkpoint(output_dir: str | Path, resume: str, adopts: bool = True) -> tuple[Path | None, list[str]]:
     """Returns the checkpoint to resume from, or None for a new run, and remarks for the log.
 
     A folder with checkpoints resumes from its newest good one, whatever `resume` says, so that the same command can be
@@ -80,8 +81,11 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, l
     the folder holds finished checkpoints but no good one.
 
     A checkpoint without its .json gets one, if it can be read. Otherwise it is not used, and it is not deleted.
+    adopts: whether such files are written.
     """
-    remarks = adopt_unfinished(output_dir)
+    remarks: list[str] = []
+    if adopts:
+        remarks = adopt_unfinished(output_dir)
     path, skipped = search.newest_checkpoint(output_dir)
     remarks += [f"skipped a checkpoint, {reason}" for reason in skipped]
     named = None if resume in ("auto", "none") else Path(resume).resolve()
@@ -180,9 +184,7 @@ def enter_folder(
 
     collectives.run_on_rank0(check_folder)  # if the start fails, rank 0 removes the folders that it has created
     output_dir = collectives.run_everywhere(check_folder)
-    command = [program, *(sys.argv[1:] if argv is None else argv)]
-    hosts = sorted(set(collectives.gather_objects(socket.gethostname())))
-    origin = StartInfo(collectives.run_on_rank0(code_version), shlex.join(command), hosts)
+    origin = describe_start(program, argv)
     lock: FolderLock | None = None
 
     def lock_and_look() -> tuple[Path | None, list[str]]:
@@ -202,6 +204,37 @@ def enter_folder(
     if process.world_size > 1:
         refuse_separate_folders(output_dir)
     return Start(program, process, output_dir, resume_path, origin, lock), remarks
+
+
+def describe_start(program: str, argv: Sequence[str] | None) -> StartInfo:
+    """Returns code, command line and hosts of this start. All ranks must call it."""
+    command = [program, *(sys.argv[1:] if argv is None else argv)]
+    hosts = sorted(set(collectives.gather_objects(socket.gethostname())))
+    return StartInfo(collectives.run_on_rank0(code_version), shlex.join(command), hosts)
+
+
+def view_folder(
+    program: str, args: argparse.Namespace, argv: Sequence[str] | None, process: distributed.Process
+) -> tuple[Start, list[str]]:
+    """Does for a check what `enter_folder` does for a run. Nothing is created, locked or changed.
+
+    Errors are collected. Whether all processes see the same folder is not found out.
+    """
+    output_dir = Path(args.output_dir)
+
+    def look() -> tuple[Path | None, list[str]]:
+        with collected():
+            refuse_inside_data("--output_dir", output_dir, args.dataset, args.data_path)
+        with collected():
+            refuse_unusable(output_dir)
+        with collected():
+            refuse_foreign_files(output_dir)
+        with collected():
+            return find_checkpoint(output_dir, args.resume, adopts=False)
+        return None, []
+
+    resume_path, remarks = collectives.run_on_rank0(look)
+    return Start(program, process, output_dir, resume_path, describe_start(program, argv), lock=None), remarks
 
 
 def refuse_separate_folders(output_dir: Path) -> None:
@@ -251,27 +284,52 @@ def checkpoint_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     return weights + moments
 
 
-def check_space(start: Start, schedule: RunSchedule, step: int, num_bytes: int) -> list[str]:
-    """Returns a warning if the disk has no space for all checkpoints to come, which have `num_bytes` each.
+@dataclass(frozen=True)
+class Space:
+    """The space on the disk of a run, and what its checkpoints take, in bytes.
 
-    OSError if it has none for the next ones: each is complete before an older one is removed. For rank 0.
+    needed: of the next ones: each is complete before an older one is removed. num_kept: of those that are kept besides.
     """
-    free = shutil.disk_usage(start.output_dir).free
+
+    free: int
+    checkpoint: int
+    needed: int
+    num_kept: int
+
+    @property
+    def needed_in_all(self) -> int:
+        return self.needed + self.num_kept * self.checkpoint
+
+
+def measure_space(start: Start, schedule: RunSchedule, step: int, num_bytes: int) -> Space:
+    """Returns the space that a run needs from `step` on, whose checkpoints have `num_bytes` each, and the free one."""
+    free = shutil.disk_usage(existing_folder(start.output_dir)).free
     if step >= schedule.num_steps:
-        return []
+        return Space(free, num_bytes, needed=0, num_kept=0)
     needed = num_bytes
     if not start.continues_here:
         needed += num_bytes
+    num_kept = schedule.num_steps // schedule.keep_every - step // schedule.keep_every + 1  # and the last one
+    return Space(free, num_bytes, needed, num_kept)
+
+
+def check_space(start: Start, schedule: RunSchedule, step: int, num_bytes: int) -> list[str]:
+    """Returns a warning if the disk has no space for all checkpoints to come, which have `num_bytes` each.
+
+    OSError if it has none for the next ones. For rank 0.
+    """
+    space = measure_space(start, schedule, step, num_bytes)
+    free = space.free
+    needed = space.needed
     place = f"the disk of --output_dir {str(start.output_dir)!r} has {free / 1e6:.1f} MB free"
     if free < needed:
         raise OSError(
             f"{place}, but a checkpoint takes {num_bytes / 1e6:.1f} MB, and two have to be there at a time: free "
             f"{(needed - free) / 1e6:.1f} MB, or choose another folder"
         )
-    num_kept = schedule.num_steps // schedule.keep_every - step // schedule.keep_every + 1  # and the last one
-    if free < needed + num_kept * num_bytes:
+    if free < space.needed_in_all:
         return [
-            f"warning: {place}, and the run will keep {num_kept} more checkpoints of {num_bytes / 1e6:.1f} MB: free "
-            "space, or raise --save_every"
+            f"warning: {place}, and the run will keep {space.num_kept} more checkpoints of {num_bytes / 1e6:.1f} MB: "
+            "free space, or raise --save_every"
         ]
     return []

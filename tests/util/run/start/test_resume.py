@@ -139,7 +139,8 @@ def test_best_weights_are_no_run(tmp_path):
 
 COMMON = {
     "nothing": "recipe output_dir resume allow_changes data_path num_workers max_bad_fraction dist_timeout check_nodes "
-    "recompute recompute_pointwise reshard max_steps save_every save_minutes save_steps print_freq profile",
+    "recompute recompute_pointwise reshard max_steps save_every save_minutes save_steps print_freq profile "
+    "check_data check_json",
     "rounding": "attention compile device shard",
     "split": "accum_iter batch_size",
 }
