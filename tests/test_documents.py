@@ -351,17 +351,6 @@ def outcomes_of_length() -> Outcomes:
     return outcomes
 
 
-def test_the_study_of_length_prints_the_means_of_its_rows() -> None:
-    outcomes = outcomes_of_length()
-    assert {len(values) for values in outcomes.values()} == {8}
-    text = (ROOT / "docs" / "study.md").read_text()
-    printed = re.findall(r"^\| (fine-tuned|frozen) \| ([148]) \| (.*) \|$", text, re.MULTILINE)
-    assert len(printed) == 6
-    for outcome, passes, cells in printed:
-        means = [statistics.mean(outcomes[outcome, arm, int(passes)]) for arm in LENGTH_ARMS]
-        assert cells.split(" | ") == [f"{mean:.2f}" for mean in means]
-
-
 # Student's t at .975, by the number of seeds.
 QUANTILES = {4: 3.1824, 8: 2.3646, 18: 2.1098}
 Scores = dict[str, dict[str, float]]  # {arm: {seed: percent}}
