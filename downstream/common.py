@@ -7,13 +7,17 @@ from typing import Any, TypeVar
 
 import models_vit
 from util import collectives
+from util.data.invalid_pixels import InvalidPixels
 from util.data.survey import check_images
 from util.data.transforms import Size
 from util.findings import note_opened
 from util.run.cli import FlagGroup, Parser, describe_warmup
+from util.run.files.record import INVALID_SETTINGS, without_marks
 from util.run.start.flags import (
+    add_all_valid_flag,
     add_batch_flags,
     add_hflip_flag,
+    add_invalid_flags,
     add_loading_flags,
     add_pixel_flags,
     add_run_flags,
@@ -60,6 +64,8 @@ def make_parser(program: str, description: str | None, defaults: Mapping[str, ob
     add_update_flags(groups["optimisation"])
 
     add_pixel_flags(groups["data"])
+    add_invalid_flags(groups["data"])
+    add_all_valid_flag(groups["data"], "with --eval: ")
     add_loading_flags(groups["data"])
     add_hflip_flag(groups["augmentation"])
     evaluation = groups["evaluation"].add_argument
@@ -141,6 +147,8 @@ def check_shared_flags(args: argparse.Namespace, task: str) -> None:
     """ValueError if a flag of all dense tasks, or a pair of them, is out of range. task: for messages."""
     if not 0 <= args.warmup_iters <= args.num_iters:
         raise ValueError(f"--warmup_iters {args.warmup_iters} must lie between 0 and --num_iters {args.num_iters}")
+    if args.all_valid:
+        raise ValueError("--all_valid is for --eval: training takes all pixels as valid unless a flag marks some")
     for name in ("shard", "compile"):
         if getattr(args, name):
             raise ValueError(f"--{name} is not for {task}: leave it out")
@@ -221,6 +229,26 @@ def schedule_by_iterations(
 # -------------------------------------------------------------------------------------------------------------- data
 
 Images = TypeVar("Images")
+
+
+def marks_of_invalid(settings: Mapping[str, Any]) -> InvalidPixels:
+    """Returns what flags, or the settings of a model, declare as invalid. ValueError if it does not fit the images."""
+    invalid = InvalidPixels.from_settings(settings)
+    invalid.check(settings["in_chans"])
+    return invalid
+
+
+def settings_of_images(settings: Mapping[str, Any], args: argparse.Namespace, given: set[str]) -> dict[str, Any]:
+    """Returns the settings with which a trained model's images are read in an evaluation.
+
+    settings: of the model. given: names of explicit flags; --mean, --std and the marks of invalid pixels win.
+    """
+    chosen = dict(settings)
+    if args.all_valid:
+        chosen = without_marks(chosen)
+    for name in given.intersection(("mean", "std", *INVALID_SETTINGS)):
+        chosen[name] = getattr(args, name)
+    return chosen
 
 
 def open_everywhere(open_split: Callable[[], Images], split: str, max_bad_fraction: float = 0.0) -> Images:

@@ -8,7 +8,7 @@ from typing import TypeVar
 from util.cores import available_cores
 from util.data.decode import PILLOW_ERRORS, open_image
 from util.data.images import FILE_ERRORS, ImageError, ImageFiles
-from util.data.pixel_format import PixelFormat, read_header
+from util.data.pixel_format import PixelFormat
 from util.data.transforms import Size
 
 MAX_THREADS = 16  # of a process that reads files for a check
@@ -37,7 +37,7 @@ def read_formats(
 
     def read_format(i: int) -> tuple[PixelFormat, int]:
         with image_errors(images.path(i)):
-            pixel_format, size = read_header(images.path(i), images.in_chans)
+            pixel_format, size = images.header_of(images.path(i))
         compare(i, size)
         return pixel_format, i
 

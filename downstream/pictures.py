@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from util.data.transforms import Normalize
-from util.pictures import as_rgb
+from util.pictures import INVALID_COLOR, as_rgb
 
 PANEL = 192  # side of a panel in pixels, if no other is given
 
@@ -39,8 +39,15 @@ def panel(picture: np.ndarray, side: int = PANEL) -> np.ndarray:
     return np.asarray(square)
 
 
-def as_picture(img: torch.Tensor, normalize: Normalize) -> np.ndarray:
-    """Returns uint8 [H, W, 3] of a normalised image [C, H, W]: one channel as grey, or else the first three."""
+def as_picture(img: torch.Tensor, normalize: Normalize, invalid: torch.Tensor | None = None) -> np.ndarray:
+    """Returns uint8 [H, W, 3] of a normalised image [C, H, W]: one channel as grey, or else the first three.
+
+    invalid: bool [C, H, W]; pixels with an invalid channel among those that are shown have INVALID_COLOR.
+    """
     imgs = normalize.undo(img).unsqueeze(0)
     shown = as_rgb(imgs)[0] * 255
-    return shown.round().byte().permute(1, 2, 0).cpu().numpy()
+    picture = shown.round().byte().permute(1, 2, 0).cpu().numpy()
+    if invalid is not None:
+        is_invalid = as_rgb(invalid.unsqueeze(0))[0].any(dim=0)
+        picture[is_invalid.cpu().numpy()] = INVALID_COLOR
+    return picture

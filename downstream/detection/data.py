@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from downstream.image_files import read_formats
 from util.addressed import AUGMENT, addressed_numbers
 from util.data.folders import count_images, note_unread
 from util.data.images import ImageError, ImageFiles, evenly_spaced
+from util.data.invalid_pixels import ALL_VALID, InvalidPixels, resize_valid
 from util.data.transforms import Size, mirror, resize
 from util.findings import Part
 from util.text import count_of, shorten
@@ -52,7 +54,7 @@ class CocoImages(ImageFiles):
 
     training: leave out crowds, boxes without area inside the image, and then images without objects, as detectron2
     does. `notes` says how many. Otherwise every image of the file is kept. in_chans: channels of the images; 3 are RGB
-    of 8 bits.
+    of 8 bits. invalid: what marks invalid pixels. Objects on them are kept as they are annotated.
 
     categories: [(id, name)] in the order of the ids. A label is a category's place in it, counted from 1.
     num_objects, num_masks: how many annotations are no crowds, and how many of them have a segmentation.
@@ -61,7 +63,14 @@ class CocoImages(ImageFiles):
     `check` and `load`, if an image is missing, unreadable or of another size than in the file.
     """
 
-    def __init__(self, json_path: str | Path, image_root: str | Path, training: bool, in_chans: int = 3) -> None:
+    def __init__(
+        self,
+        json_path: str | Path,
+        image_root: str | Path,
+        training: bool,
+        in_chans: int = 3,
+        invalid: InvalidPixels = ALL_VALID,
+    ) -> None:
         self.json_path = Path(json_path)
         content = read_coco(self.json_path)
         if not Path(image_root).is_dir():
@@ -82,7 +91,7 @@ class CocoImages(ImageFiles):
             self.ignored = {image["file_name"] for image in images if not annotated[image["id"]]}
             images = with_objects
         samples = [(image["file_name"], 0) for image in images]
-        super().__init__(image_root, samples, classes=[], notes=notes, in_chans=in_chans)
+        super().__init__(image_root, samples, classes=[], notes=notes, in_chans=in_chans, invalid=invalid)
         self.ids = np.array([image["id"] for image in images], np.int64)
         sizes = [(image["height"], image["width"]) for image in images]
         self.sizes = np.array(sizes, np.int64)
@@ -323,10 +332,12 @@ class LargeScaleJitter:
 
     A flip; a resize, so that the longer side has `side` times U(scale_range) pixels; a random crop of at most `side`
     pixels. With masks, boxes are those of the cropped masks. Objects that the crop does not show are dropped. The
-    result is not padded.
+    result is not padded. It is float32 if pixels may be invalid, with NaN at those that are.
 
     images: the objects' source. masks: return masks, too.
     """
+
+    respects_invalid = True
 
     def __init__(
         self,
@@ -348,7 +359,9 @@ class LargeScaleJitter:
         """Augments [C, H, W], image number `index`."""
         height, width = img.shape[1:]
         crop = self.draw_crop((height, width), epoch, index)
-        img = crop.move_image(img)
+        img = resize_valid(crop.move_image, img)
+        if self.images.pixel_format.has_invalid:
+            img = img.float()
         annotations = self.images.annotations(index)
         labels = torch.tensor([annotation.label for annotation in annotations])
         if self.masks:
@@ -391,6 +404,8 @@ def no_masks(img: Tensor) -> Tensor:
 class ResizeForDetection:
     """Resizes an image, so that its longer side has `side` pixels."""
 
+    respects_invalid = True
+
     def __init__(self, side: int) -> None:
         self.side = side
 
@@ -398,7 +413,7 @@ class ResizeForDetection:
         """Returns [C, h, w] of [C, H, W], and no objects."""
         height, width = img.shape[1:]
         size = scaled_size((height, width), self.side)
-        img = resize(img, size, "bilinear").contiguous()
+        img = resize_valid(partial(resize, size=size, interpolation="bilinear"), img).contiguous()
         return DetectionSample(
             img,
             boxes=torch.zeros(0, 4),

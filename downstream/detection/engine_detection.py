@@ -132,7 +132,7 @@ def detect_all(
             if len(shown) < num_pictures:
                 pixels, _ = images.load(index)
                 whole = torch.from_numpy(pixels).permute(2, 0, 1).to(device)
-                img = as_picture(context.normalize(whole), context.normalize)
+                img = as_picture(context.normalize(whole), context.normalize, whole.isnan())
                 shown.append(ShownImage(img, annotated_objects(images, index), objects))
     model.train(was_training)
     if collectives.all_reduce_sum(num_bad) > 0:

@@ -153,18 +153,21 @@ def check_flags(args: argparse.Namespace, plan: Plan) -> None:
 # ------------------------------------------------------------------------------------------------------------- data
 
 
-def open_split(args: argparse.Namespace, split: str, in_chans: int | None = None) -> CocoImages:
+def open_split(args: argparse.Namespace, split: str, settings: Mapping[str, Any] | None = None) -> CocoImages:
     """Opens a split on all ranks. ValueError on all ranks if a file cannot be used.
 
-    in_chans: channels of a trained model's images (default: the flag's).
+    settings: of a trained model, with its `in_chans` and what marks invalid pixels (default: the flags').
     """
+    if settings is None:
+        settings = vars(args)
     root = Path(args.data_path)
     open_images = partial(
         CocoImages,
         root / getattr(args, f"{split}_json"),
         root / getattr(args, f"{split}_images"),
         training=split == "train",
-        in_chans=in_chans or args.in_chans,
+        in_chans=settings["in_chans"],
+        invalid=common.marks_of_invalid(settings),
     )
     return common.open_everywhere(open_images, split)
 
@@ -287,11 +290,9 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
     check_same(args, settings, given.intersection(MODEL_FLAGS), checkpoint_name)
     if args.masks and not settings["masks"]:
         raise ValueError(f"--masks, but {checkpoint_name} has no mask head: leave it out")
-    images = open_split(args, "val", settings["in_chans"])
+    pixels = common.settings_of_images(settings, args, given)
+    images = open_split(args, "val", pixels)
     check_categories(settings["categories"], images, checkpoint_name)
-    pixels = dict(settings)
-    for name in given.intersection(("mean", "std")):
-        pixels[name] = getattr(args, name)
     masks = settings["masks"] and choose_masks(args.masks, images)
     context = session.make_context(args, normalizer(pixels, images.pixel_format), batch_size=1)
     result = evaluate(trained.model.to(context.device), images, masks, session.num_pictures(args), context)

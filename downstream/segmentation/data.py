@@ -12,6 +12,7 @@ import io
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from util.addressed import AUGMENT, addressed_numbers
 from util.data.decode import has_16_bits, open_image
 from util.data.folders import count_images, count_unread, is_hidden, is_image, note_unread, spelling, split_of
 from util.data.images import ImageError, ImageFiles, evenly_spaced, retry_io
+from util.data.invalid_pixels import ALL_VALID, InvalidPixels, invalid_everywhere, resize_valid
 from util.data.transforms import TRIES, Size, mirror
 from util.findings import Part
 from util.text import count_of, shorten
@@ -158,12 +160,20 @@ class LabelCounts:
 class SegmentationImages(ImageFiles):
     """Pairs of an image and its label map. `load(i)` returns the image alone, `load_sample(i)` the pair.
 
-    in_chans: channels of the images. Images become RGB of 8 bits if it is 3.
+    in_chans: channels of the images. Images become RGB of 8 bits if it is 3. invalid: what marks invalid pixels; those
+    that are invalid in all channels have no class.
     ValueError if folders or files are missing, if the split is empty, or if an image has no label file or the other way
     round. ImageError, from `check` and `load_sample`, if a file is unreadable, sizes differ, or a value has no class.
     """
 
-    def __init__(self, data_path: str | Path, split: str, values: LabelValues, in_chans: int = 3) -> None:
+    def __init__(
+        self,
+        data_path: str | Path,
+        split: str,
+        values: LabelValues,
+        in_chans: int = 3,
+        invalid: InvalidPixels = ALL_VALID,
+    ) -> None:
         self.values = values
         image_root = find_split(Path(data_path) / "images", split)
         self.label_root = find_split(Path(data_path) / "annotations", split)
@@ -188,7 +198,7 @@ class SegmentationImages(ImageFiles):
                 f"{number} with a label file but no image in {str(image_root)!r}: {shorten(without_image)}"
             )
         samples = [(name, 0) for name in images.values()]
-        super().__init__(image_root, samples, classes=[], notes=notes, in_chans=in_chans)
+        super().__init__(image_root, samples, classes=[], notes=notes, in_chans=in_chans, invalid=invalid)
         self.label_counts = LabelCounts(values, 0, np.zeros(256, np.int64))  # of the files that `check` reads
         self.label_names = np.array([os.fsencode(labels[stem]) for stem in images])
 
@@ -263,6 +273,8 @@ class SegmentationImages(ImageFiles):
         img, label = self.load(i)
         labels = self.load_labels(i)
         self.refuse_sizes(i, img.shape[:2], labels.shape)
+        if self.invalid.is_declared:
+            labels = np.where(invalid_everywhere(img), IGNORE, labels)
         last_channel = labels[:, :, None].astype(img.dtype)
         return np.concatenate([img, last_channel], axis=2), label
 
@@ -367,7 +379,12 @@ class SegmentationAugment:
     Random scale into `image_scale` times U(ratio_range); a random crop, drawn up to TRIES times until it has more than
     one class and no class covers `cat_max_ratio` of its labelled pixels; a flip; photometric distortion of uint8;
     padding at the bottom and the right. fill: value of padded pixels, for each channel. Padded labels are IGNORE.
+
+    has_invalid: pixels may be invalid. Crops are then float32, with NaN where they are invalid or padded, and their
+    labels are IGNORE where all channels are. `photometric` must be false unless the images have the unit of uint8.
     """
+
+    respects_invalid = True
 
     def __init__(
         self,
@@ -379,18 +396,22 @@ class SegmentationAugment:
         cat_max_ratio: float = 0.75,
         photometric: bool = True,
         hflip: bool = True,
+        has_invalid: bool = False,
     ) -> None:
         self.size = size
         self.seed = seed
         self.fill = torch.tensor(fill)[:, None, None]
+        if has_invalid:
+            self.fill = torch.full_like(self.fill, torch.nan, dtype=torch.float32)
         self.image_scale = image_scale
         self.ratio_range = ratio_range
         self.cat_max_ratio = cat_max_ratio
         self.photometric = photometric
         self.hflip = hflip
+        self.has_invalid = has_invalid
 
     def __call__(self, pair: Tensor, epoch: int, index: int) -> tuple[Tensor, Tensor]:
-        """Augments [C + 1, H, W]. Returns (img [C, *size] of the same type, labels uint8 [*size])."""
+        """Augments [C + 1, H, W]. Returns (img [C, *size], labels uint8 [*size])."""
         draws = addressed_numbers(AUGMENT, self.seed, epoch, index, 2 * TRIES + 2 + DISTORTION_DRAWS)
         u_ratio, u_flip, *draws = draws
         low, high = self.ratio_range
@@ -398,15 +419,18 @@ class SegmentationAugment:
         longest, shortest = self.image_scale
         height, width = pair.shape[1:]
         size = scaled_size((height, width), int(longest * ratio), int(shortest * ratio))
-        img = resize_image(pair[:-1], size)
+        img = resize_valid(partial(resize_image, size=size), pair[:-1])
         labels = resize_labels(pair[-1].to(torch.uint8), size)
+        if self.has_invalid:
+            img = img.float()
+            labels = labels.masked_fill(img.isnan().all(dim=0), IGNORE)
         rows, columns = self.choose_crop(labels, draws[: 2 * TRIES])
         img = img[:, rows, columns]
         labels = labels[rows, columns]
         if self.hflip and u_flip < 0.5:
             img = mirror(img)
             labels = mirror(labels)
-        if self.photometric and img.dtype == torch.uint8:
+        if self.photometric and (self.has_invalid or img.dtype == torch.uint8):
             img = distort(img, draws[2 * TRIES :])
         return self.pad(img, labels)
 
@@ -445,6 +469,8 @@ def place_crop(u: float, length: int, wanted: int) -> slice:
 class ResizeForEvaluation:
     """Scales an image into `image_scale`, with its aspect ratio kept. Labels stay as they are."""
 
+    respects_invalid = True
+
     def __init__(self, image_scale: Sequence[int] = (2048, 512)) -> None:
         self.image_scale = image_scale
 
@@ -453,18 +479,20 @@ class ResizeForEvaluation:
         height, width = pair.shape[1:]
         longest, shortest = self.image_scale
         size = scaled_size((height, width), longest, shortest)
-        return resize_image(pair[:-1], size), pair[-1].to(torch.uint8)
+        img = resize_valid(partial(resize_image, size=size), pair[:-1])
+        return img, pair[-1].to(torch.uint8)
 
 
 DISTORTION_DRAWS = 9
 
 
 def distort(img: Tensor, draws: Sequence[float]) -> Tensor:
-    """Distorts the colours of uint8 [C, H, W], each with probability 1/2: brightness by up to +-32, contrast,
-    saturation and hue.
+    """Distorts the colours of [C, H, W] in the unit of uint8, each with probability 1/2: brightness by up to +-32,
+    contrast, saturation and hue. Returns whole numbers of the same type.
 
     Contrast and saturation are scaled by U(0.5, 1.5), hue is turned by up to +-18 of 180. Contrast comes second or
-    last. Saturation and hue are those of HSV and are for RGB images only. draws: DISTORTION_DRAWS numbers in [0, 1).
+    last. Saturation and hue are those of HSV and are for RGB images only, at pixels where no channel is invalid.
+    draws: DISTORTION_DRAWS numbers in [0, 1).
     """
     brightens, scales_contrast, scales_colors, turns, *amounts, contrast_is_last = draws
     is_rgb = len(img) == 3
@@ -477,13 +505,18 @@ def distort(img: Tensor, draws: Sequence[float]) -> Tensor:
     if contrast_is_last >= 0.5:
         x = (x * contrast).clamp(0, 255)
     if is_rgb and scales_colors < 0.5:
-        x = scale_saturation(x, 0.5 + amounts[2])
+        x = where_complete(scale_saturation(x, 0.5 + amounts[2]), x)
     if is_rgb and turns < 0.5:
         degrees = int(amounts[3] * 37) - 18
-        x = turn_hue(x, degrees / 180)
+        x = where_complete(turn_hue(x, degrees / 180), x)
     if contrast_is_last < 0.5:
         x = (x * contrast).clamp(0, 255)
-    return x.round().to(torch.uint8)
+    return x.round().to(img.dtype)
+
+
+def where_complete(changed: Tensor, x: Tensor) -> Tensor:
+    """Returns `changed` [3, H, W], but `x` at pixels with an invalid channel, which makes all changed ones NaN."""
+    return torch.where(changed.isnan(), x, changed)
 
 
 def scale_saturation(x: Tensor, factor: float) -> Tensor:

@@ -15,8 +15,9 @@ from downstream.segmentation.data import IGNORE, ResizeForEvaluation, Segmentati
 from downstream.segmentation.metrics import count_pixels, segmentation_scores
 from util import collectives
 from util.data.datasets import AddressedDataset
+from util.data.invalid_pixels import invalid_everywhere
 from util.data.transforms import Size
-from util.evaluate.loop import EvalContext, evaluation_batches
+from util.evaluate.loop import EvalContext, evaluation_batches, share_of_rank
 from util.evaluate.results import Evaluation
 from util.pictures import table
 from util.run.train.loop import TrainLoop
@@ -46,7 +47,7 @@ class Prediction(NamedTuple):
 
     img: np.ndarray  # uint8 [h, w, 3]
     truth: np.ndarray  # uint8 [H, W]
-    predicted: np.ndarray  # int64 [H, W]
+    predicted: np.ndarray  # int64 [H, W]; IGNORE where the image is invalid in all channels
 
 
 def segmentation_losses(logits: Mapping[str, Tensor], labels: Tensor, mean_over_valid: bool) -> dict[str, Tensor]:
@@ -170,19 +171,23 @@ def evaluate(
     model.eval()
     indices = range(len(images))
     loaded = evaluation_batches(dataset, indices, context.one_by_one(), stack_pairs, largest=largest)
-    for imgs, labels in loaded:
+    for index, (stored, labels) in zip(share_of_rank(indices).tolist(), loaded, strict=True):
         truth = labels[0].to(device, non_blocking=True)
-        imgs = context.normalize(imgs.to(device, non_blocking=True))
+        imgs = context.normalize(stored.to(device, non_blocking=True))
         img = imgs[0]
         logits = slide_logits(predict, img, model.img_size, view.stride)
         num_bad += ~logits.isfinite().all()
         predicted = resize_logits(logits, tuple(truth.shape)).argmax(dim=0)
         counts += count_pixels(predicted, truth, num_classes)
         if len(predictions) < num_pictures:
+            label_map = predicted.cpu().numpy()
+            if images.pixel_format.has_invalid:
+                pixels, _ = images.load(index)  # in the size of the labels
+                label_map[invalid_everywhere(pixels)] = IGNORE
             prediction = Prediction(
-                as_picture(img, context.normalize),
+                as_picture(img, context.normalize, stored[0].isnan()),
                 truth=labels[0].numpy(),
-                predicted=predicted.cpu().numpy(),
+                predicted=label_map,
             )
             predictions.append(prediction)
     model.train(was_training)
@@ -237,7 +242,7 @@ def read_classes(path: str | Path | None, num_classes: int) -> ClassList:
 
 
 def draw_predictions(predictions: Sequence[Prediction], colors: np.ndarray) -> np.ndarray:
-    """Draws a row of image, truth (black: ignored) and prediction for each image. Returns uint8 [H, W, 3]."""
+    """Draws a row of image, truth and prediction (black: ignored) for each image. Returns uint8 [H, W, 3]."""
     palette = np.zeros((256, 3), np.uint8)
     palette[: len(colors)] = colors
     rows = []

@@ -49,6 +49,7 @@ from util.evaluate.session import Session, session_of_eval
 from util.findings import collect_all, collected
 from util.lazy import LazyModule
 from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
+from util.run.files.record import INVALID_SETTINGS
 from util.run.start.plan import Plan, check_same
 from util.run.start.run import Run, RunFacts
 from util.run.train.loader import TrainLoader
@@ -200,13 +201,16 @@ def check_data_flags(args: argparse.Namespace) -> None:
 
 
 def open_split(args: argparse.Namespace, split: str) -> SegmentationImages:
-    """Opens a split on all ranks, and notes which classes its labels hold.
+    """Opens a split on all ranks, and notes which classes its labels hold. args: also say which pixels are invalid.
 
     ValueError on all ranks if a file cannot be used, if no pixel has a class, or if all have the same one.
     """
     values = LabelValues(args.num_classes, args.ignore_index, args.reduce_zero_label)
+    invalid = common.marks_of_invalid(vars(args))
     images = common.open_everywhere(
-        lambda: SegmentationImages(args.data_path, split, values, args.in_chans), split, args.max_bad_fraction
+        lambda: SegmentationImages(args.data_path, split, values, args.in_chans, invalid),
+        split,
+        args.max_bad_fraction,
     )
     counts = LabelCounts(values, 0, np.zeros(256, np.int64))
     for counts_of_rank in collectives.gather_objects(images.label_counts):
@@ -288,8 +292,9 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             args.image_scale,
             args.ratio_range,
             args.cat_max_ratio,
-            args.photometric,
+            args.photometric and pixels.dtype == "uint8",
             args.hflip,
+            pixels.has_invalid,
         )
         dataset = AddressedDataset(images, augmentation, replace=args.max_bad_fraction > 0)
         loader = TrainLoader(dataset, stack_pairs, model.img_size, run.plan, run.process, args.seed)
@@ -319,12 +324,15 @@ def settings_of_model(trained: TrainedSegmenter, args: argparse.Namespace, given
     """
     settings = trained.settings
     check_same(args, settings, given.intersection(MODEL_FLAGS), f"the model at {str(trained.weights.path)!r}")
+    settings = common.settings_of_images(settings, args, given)
     args = argparse.Namespace(**vars(args))
     for name in MODEL_FLAGS:
         setattr(args, name, settings[name])
     for name in DATA_FLAGS:
         if name not in given:
             setattr(args, name, settings[name])
+    for name in INVALID_SETTINGS:
+        setattr(args, name, settings.get(name))
     check_data_flags(args)
     return args
 

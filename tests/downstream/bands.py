@@ -20,10 +20,15 @@ def write_array(path, array):
 
 
 def write_bands(root, suffix=".npy", dtype="uint16"):
-    """Replaces the photographs of a data set for segmentation or detection. Returns ROOT."""
+    """Replaces the photographs of a data set for segmentation or detection by `bands`. Returns ROOT."""
+    return replace_images(root, lambda number, size: bands(number, dtype, size), suffix)
+
+
+def replace_images(root, array_of, suffix=".npy"):
+    """Replaces the photographs of a data set by `array_of(number, (width, height))`. Returns ROOT."""
     for path in sorted(root.rglob("*.*")):
         if path.suffix in (".jpg", ".png") and "annotations" not in path.relative_to(root).parts:
-            write_array(path.with_suffix(suffix), bands(int(path.stem), dtype, Image.open(path).size))
+            write_array(path.with_suffix(suffix), array_of(int(path.stem), Image.open(path).size))
             path.unlink()
     for path in root.glob("annotations/*.json"):
         path.write_text(path.read_text().replace(".png", suffix))

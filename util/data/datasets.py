@@ -25,8 +25,9 @@ class AddressedDataset(torch.utils.data.Dataset):
     NaN marks them.
 
     transform: `transform(img [C, H, W], epoch, index)` returns [C, h, w] of the same type. Its random numbers are
-    functions of the address. replace: an image that cannot be read is marked in `bad` (uint8 [n], shared with the
-    workers), and the next readable one takes its place, with its own label.
+    functions of the address. One that takes care of NaN by itself has the attribute `respects_invalid`. replace: an
+    image that cannot be read is marked in `bad` (uint8 [n], shared with the workers), and the next readable one takes
+    its place, with its own label.
 
     with_boxes: append (index, box) to the sample: the image that was read, and what the transform shows of it.
     """
@@ -52,7 +53,7 @@ class AddressedDataset(torch.utils.data.Dataset):
         epoch, index = address
         index_read, pixels, label = self._load(index)
         img = torch.from_numpy(pixels).permute(2, 0, 1)  # a view; the transform copies what it crops
-        if self.images.pixel_format.has_invalid:
+        if self.images.pixel_format.has_invalid and not getattr(self.transform, "respects_invalid", False):
             view = transform_valid(self.transform, img, epoch, index)
         else:
             view = self.transform(img, epoch, index)

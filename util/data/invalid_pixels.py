@@ -175,21 +175,36 @@ def nodata_value(text: str) -> float | str:
     return value
 
 
+def invalid_everywhere(img: np.ndarray) -> np.ndarray:
+    """Returns the pixels of an image [H, W, C] that are invalid in all channels, bool [H, W].
+
+    Dense tasks give them no class. A pixel with one valid channel keeps its label, as a token of pre-training counts
+    with a part of its values.
+    """
+    if img.dtype.kind != "f":
+        return np.zeros(img.shape[:2], bool)
+    return np.isnan(img).all(axis=2)
+
+
 def transform_valid(transform: Callable[[Tensor, int, int], Tensor], img: Tensor, epoch: int, index: int) -> Tensor:
-    """Applies a crop to an image [C, H, W] whose invalid pixels are NaN. Returns float32 [C, h, w].
+    """Applies a crop to an image [C, H, W], see `resize_valid`. Returns float32 [C, h, w]."""
+    return resize_valid(lambda whole: transform(whole, epoch, index), img).float()
+
+
+def resize_valid(resize: Callable[[Tensor], Tensor], img: Tensor) -> Tensor:
+    """Resizes or crops an image [C, H, W] whose invalid pixels are NaN. Returns [C, h, w] of its type.
 
     Each pixel of the result is the weighted mean of valid pixels, by the weights of the interpolation. It is invalid
-    if less than half of their sum lies on valid ones. An image without invalid pixels is transformed in its own type.
+    if less than half of their sum lies on valid ones.
     """
     if not img.is_floating_point():
-        return transform(img, epoch, index).float()
+        return resize(img)
     valid = ~img.isnan()
     if valid.all():
-        return transform(img, epoch, index)
+        return resize(img)
     if (valid == valid[:1]).all():  # as for clouds
         valid = valid[:1]
     values = img.nan_to_num(0.0)
     channels = torch.cat([values, valid.float()])
-    transformed = transform(channels, epoch, index)
-    total, share = transformed.split([len(values), len(valid)])
+    total, share = resize(channels).split([len(values), len(valid)])
     return torch.where(share >= VALID_SHARE, total / share, torch.nan)

@@ -145,7 +145,7 @@ COMMON = {
     "split": "accum_iter batch_size",
 }
 IMAGE_COLUMNS = "image_column label_column"
-DENSE = "eval eval_every finetune num_pictures epochs"
+DENSE = "all_valid eval eval_every finetune num_pictures epochs"
 OWN = {
     "main_pretrain": ("", f"{IMAGE_COLUMNS} pretrained teacher picture_every knn_every knn_train", ""),
     "main_pretrain --model greenmim_swin_base_patch4_window7": (

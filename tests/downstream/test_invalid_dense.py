@@ -1,0 +1,425 @@
+"""Invalid pixels and missing bands in segmentation and detection: losses, labels, transforms, scores, pictures."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.testing import assert_close
+
+from downstream.detection.data import LargeScaleJitter, ResizeForDetection
+from downstream.segmentation import engine_segmentation
+from downstream.segmentation.data import (
+    IGNORE,
+    LabelValues,
+    ResizeForEvaluation,
+    SegmentationAugment,
+    SegmentationImages,
+    distort,
+    resize_image,
+)
+from downstream.segmentation.models import load_segmenter
+from tests import runs
+from tests.downstream.bands import bands, replace_images
+from tests.downstream.dense import detect, segment
+from tests.downstream.detection.coco import open_split, write_coco
+from tests.downstream.segmentation.pairs import write_pairs
+from tests.runs import assert_same_state, reports_without_times, state
+from tests.util.data.test_invalid_pixels import clouds
+from util.data.invalid_pixels import InvalidPixels, invalid_everywhere, resize_valid
+from util.data.pixel_format import PixelFormat
+from util.pictures import INVALID_COLOR
+
+HELD = (0, 2, 3, 4)  # of five bands, in every third file
+CODE = -9999.0
+BANDS = ("--in_chans", 5, "--bands", *HELD)
+
+
+def hole(number, size):
+    """The invalid pixels [H, W] of a file."""
+    width, height = size
+    return clouds(seed=number, size=(height, width))[:, :, 0]
+
+
+def as_file(kind, number, size):
+    """A file of five or four bands whose holes are marked in one of several ways.
+
+    kind: "nan", "code", or "mask" and "other mask", a band whose holes have different values under them.
+    """
+    array = bands(number, "float32", size)
+    invalid = hole(number, size)
+    if number % 3 == 2:
+        array = array[:, :, HELD]
+    if kind == "nan":
+        array[invalid] = np.nan
+    elif kind == "code":
+        array[invalid] = CODE
+    else:
+        if kind == "other mask":
+            array[invalid] = np.random.default_rng(number).normal(size=array.shape)[invalid] * 1e4
+        array = np.concatenate([array, 0.5 * ~invalid[:, :, None]], axis=2, dtype=np.float32)
+    return array
+
+
+MARKS = {
+    "nan": ("--nodata", "nan"),
+    "code": (f"--nodata={CODE}",),
+    "mask": ("--mask_band", -1),
+    "other mask": ("--mask_band", -1),
+}
+
+
+def write_holes(write, root, kind, number=6):
+    """A data set with holes. Of "other mask", labels under holes differ, too."""
+    replace_images(write(root, number), partial(as_file, kind))
+    if kind == "other mask":
+        for path in root.glob("annotations/*/*.png"):
+            labels = np.array(Image.open(path))
+            invalid = hole(int(path.stem), (labels.shape[1], labels.shape[0]))
+            labels[invalid] = (labels[invalid].astype(int) * 5 + 1) % 3
+            Image.fromarray(labels).save(path)
+    return root
+
+
+@pytest.fixture(params=["segmentation", "detection"])
+def program(request):
+    short = "--num_iters 3 --eval_every 3"
+    if request.param == "segmentation":
+        return segment.also(short)
+    pytest.importorskip("faster_coco_eval")
+    return detect.also(short)
+
+
+# ---------------------------------------------------------------------------------------------------------- whole runs
+
+
+def test_neither_marks_nor_what_lies_under_them_change_a_run(program, tmp_path, capsys):
+    """Weights after three steps are those of the losses' gradients; scores and pictures are those of the logits."""
+    outcomes = {}
+    for kind, marks in MARKS.items():
+        root = write_holes(program.write, tmp_path / kind / "data", kind)
+        out = tmp_path / kind / "out"
+        trained = program(root, out, *BANDS, *marks)
+        outcomes[kind] = (trained, reports_without_times(out), (out / program.picture).read_bytes())
+        assert program.evaluate(root, out).items() >= expected_scores(outcomes[kind][1]).items()
+    trained, log, picture = outcomes.pop("nan")
+    assert trained["meta"]["settings"]["bands"] == [list(HELD)]
+    for other_trained, other_log, other_picture in outcomes.values():
+        assert_same_state(other_trained, trained)
+        assert other_log == log
+        assert other_picture == picture
+    message = program.refused(capsys, tmp_path / "nan" / "data", tmp_path / "nan" / "out", *BANDS, "--nodata", 1)
+    assert "--nodata was nan and now is 1.0" in message
+
+
+def expected_scores(log):
+    return {name.removeprefix("val_"): value for name, value in log[-1].items() if name.startswith("val_")}
+
+
+def test_mean_and_deviation_are_those_of_valid_pixels(program, tmp_path):
+    """By the values that were written before the holes."""
+    root = write_holes(program.write, tmp_path / "data", "code")
+    program(root, tmp_path / "out", *BANDS, *MARKS["code"], "--max_steps", 1)
+    folder = root / "images" / "training"
+    if not folder.exists():
+        folder = root / "train2017"
+    values = [[] for _ in range(5)]
+    for path in folder.iterdir():
+        height, width = np.load(path).shape[:2]
+        number = int(path.stem)
+        array = bands(number, "float32", (width, height))[~hole(number, (width, height))]
+        for band in HELD if number % 3 == 2 else range(5):
+            values[band].append(array[:, band].astype(np.float64))
+    settings = state(tmp_path / "out")["meta"]["settings"]
+    joined = [np.concatenate(parts) for parts in values]
+    assert settings["mean"] == pytest.approx([part.mean() for part in joined], rel=1e-6)
+    assert settings["std"] == pytest.approx([part.std() for part in joined], rel=1e-6)
+
+
+def test_marks_that_mark_nothing_change_no_bit(program, tmp_path):
+    """8 bits, distorted. Padding of a segmentation would be the exact mean instead of the nearest value of 8 bits."""
+    flags = ["--ratio_range", 1, 1] if "segmentation" in program.path else []
+    root = program.write(tmp_path / "data", 6)
+    plain = program(root, tmp_path / "plain", *flags)
+    declared = program(root, tmp_path / "declared", *flags, "--bands", 0, 1)
+    assert_same_state(declared, plain)
+    assert reports_without_times(tmp_path / "declared") == reports_without_times(tmp_path / "plain")
+
+
+def test_all_valid_is_for_evaluation(program, tmp_path, capsys):
+    root = replace_images(program.write(tmp_path / "data", 6), lambda number, size: as_file("mask", 3 * number, size))
+    flags = ["--in_chans", 5, "--mask_band", -1]
+    assert "--all_valid is for --eval" in program.refused(capsys, root, tmp_path / "no", *flags, "--all_valid")
+    message = program.refused(capsys, root, tmp_path / "no", "--in_chans", 5, "--mask_band", 6)
+    assert "--mask_band must lie between 0 and 5" in message
+    program(root, tmp_path / "out", *flags, "--max_steps", 1)
+    whole = replace_images(program.write(tmp_path / "whole", 6), lambda number, size: bands(number, "float32", size))
+    message = program.refuses_to_evaluate(capsys, whole, tmp_path / "out")
+    assert "expect files of 6 bands (--all_valid evaluates" in message
+    assert program.evaluate(whole, tmp_path / "out", "--all_valid")["num_images"] > 0
+
+
+def test_an_encoder_of_marked_images_is_noted(program, encoder_of_holes, tmp_path):
+    root = replace_images(program.write(tmp_path / "data", 6), lambda number, size: bands(number, "float32", size))
+    flags = ["--in_chans", 5, "--finetune", encoder_of_holes, "--max_steps", 1]
+    program(root, tmp_path / "out", *flags)
+    note = "the encoder was trained with --nodata nan; in this run all pixels are valid"
+    assert note in (tmp_path / "out" / "log.txt").read_text()
+    program(root, tmp_path / "marked", *flags, "--nodata", "nan")
+    log = (tmp_path / "marked" / "log.txt").read_text()
+    assert note not in log
+    assert "pixel mean and deviation are those of the encoder" in log
+
+
+@pytest.fixture(scope="module")
+def encoder_of_holes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("holes")
+    (folder / "images").mkdir()
+    for number in range(8):
+        if number % 3 != 2:
+            np.save(folder / "images" / f"{number}.npy", as_file("nan", number, (40, 40)))
+    flags = ["--in_chans", 5, "--nodata", "nan", "--batch_size", 2, "--max_steps", 1]
+    runs.pretrain(folder / "images", folder / "run", *flags)
+    return folder / "run"
+
+
+# ------------------------------------------------------------------------------------- thirteen bands, folder to scores
+
+TEN = [0, 1, 2, 3, 4, 5, 6, 8, 11, 12]
+THIRTEEN = ("--in_chans", 13, "--nodata", 0, "--bands", *TEN)
+SCENE = (40, 24)  # (width, height); --image_scale 64 24 leaves it as it is
+
+
+def scene(number, size):
+    """Thirteen bands of 16 bits, or ten, with holes of value 0. One band has a hole of its own."""
+    width, height = size
+    rng = np.random.default_rng(number)
+    array = rng.integers(1, 60_000, (height, width, 13), dtype=np.uint16)
+    array[hole(number, size)] = 0
+    array[:6, :, 4] = 0
+    return array[:, :, TEN] if number % 2 else array
+
+
+def marked_scene(path):
+    """The values of a file as floats [H, W, 13], NaN where nothing is known."""
+    array = np.load(path).astype(np.float64)
+    complete = np.full((*array.shape[:2], 13), np.nan)
+    complete[:, :, TEN if array.shape[2] == 10 else range(13)] = np.where(array == 0, np.nan, array)
+    return complete
+
+
+def slow_label_map(model, settings, values):
+    """The class of each pixel, from windows of 16 pixels every 10, averaged pixel by pixel."""
+    mean = np.array(settings["mean"]) * 65535
+    std = np.array(settings["std"]) * 65535
+    normalised = np.nan_to_num((values - mean) / std, nan=0.0)
+    img = torch.from_numpy(normalised).float().permute(2, 0, 1)
+    height, width = img.shape[1:]
+    total = np.zeros((3, height, width))
+    count = np.zeros((height, width))
+    for top in [*range(0, height - 16, 10), height - 16]:
+        for left in [*range(0, width - 16, 10), width - 16]:
+            window = img[None, :, top : top + 16, left : left + 16]
+            with torch.no_grad():
+                logits = model(window)["decode"]
+            logits = torch.nn.functional.interpolate(logits, size=(16, 16), mode="bilinear")[0]
+            total[:, top : top + 16, left : left + 16] += logits.numpy()
+            count[top : top + 16, left : left + 16] += 1
+    return (total / count).argmax(axis=0)
+
+
+def test_thirteen_bands_with_holes_from_a_folder_to_scores(tmp_path, monkeypatch):
+    """mIoU by a loop of this test; only the model is the program's."""
+    root = tmp_path / "data"
+    for split, number in (("training", 6), ("validation", 4)):
+        write_pairs(root, number, split, size=SCENE)
+    replace_images(root, scene)
+    runs.pretrain(root / "images", tmp_path / "encoder", *THIRTEEN, "--batch_size", 3, "--max_steps", 2)
+    shown = []
+    draw = engine_segmentation.draw_predictions
+    monkeypatch.setattr(
+        engine_segmentation, "draw_predictions", lambda found, colors: shown.extend(found) or draw(found, colors)
+    )
+    short = segment.also("--num_iters 4 --eval_every 4 --lr 1e-2")
+    short(root, tmp_path / "out", *THIRTEEN, "--finetune", tmp_path / "encoder")
+    log = (tmp_path / "out" / "log.txt").read_text()
+    assert "pixel mean and deviation are those of the encoder" in log
+    assert "was trained with" not in log
+
+    trained = load_segmenter(tmp_path / "out")
+    both = np.zeros(3)
+    either = np.zeros(3)
+    num_counted = 0
+    for number in range(4):
+        values = marked_scene(root / "images" / "validation" / f"{number}.npy")
+        truth = np.array(Image.open(root / "annotations" / "validation" / f"{number}.png"))
+        found = slow_label_map(trained.model, trained.settings, values)
+        counts = (truth != 255) & ~np.isnan(values).all(axis=2)
+        num_counted += counts.sum()
+        for k in range(3):
+            both[k] += ((found == k) & (truth == k) & counts).sum()
+            either[k] += (((found == k) | (truth == k)) & counts).sum()
+        prediction = shown[number]
+        assert np.array_equal(prediction.predicted == IGNORE, np.isnan(values).all(axis=2))
+        valid = prediction.predicted != IGNORE
+        assert (prediction.predicted == found)[valid].mean() > 0.999
+        assert (prediction.truth[~valid] == IGNORE).all()
+        is_red = (prediction.img == INVALID_COLOR).all(axis=2)
+        assert np.array_equal(is_red, np.isnan(values[:, :, :3]).any(axis=2))
+    assert 0.4 < num_counted / (4 * SCENE[0] * SCENE[1]) < 0.6
+    scores = segment.evaluate(root, tmp_path / "out")
+    assert scores["miou"] == pytest.approx(100 * (both / either).mean(), abs=0.05)
+    assert np.array_equal(np.isnan(values).all(axis=2), invalid_everywhere(values))
+
+
+# --------------------------------------------------------------------------------------------------- labels, transforms
+
+
+def open_pairs(root, invalid, in_chans=5):
+    images = SegmentationImages(root, "train", LabelValues(3), in_chans, invalid)
+    images.check()
+    return images
+
+
+def test_a_pixel_without_a_valid_band_has_no_class(tmp_path):
+    """One whose bands are invalid in part keeps it."""
+    root = write_pairs(tmp_path, 2, values=(0, 1, 2))
+    mask = clouds(5, size=(30, 40))
+    mask[:, :, 3] = mask[:, :, 0]
+    replace_images(root, lambda number, size: np.where(mask, np.float32(CODE), bands(number, "float32", size)))
+    pair, _ = open_pairs(root, InvalidPixels(CODE)).load_sample(0)
+    labels = np.array(Image.open(root / "annotations/training/0.png"))
+    everywhere = mask.all(axis=2)
+    assert 0 < everywhere.sum() < mask.any(axis=2).sum()
+    assert (pair[everywhere, 5] == IGNORE).all()
+    assert np.array_equal(pair[~everywhere, 5], labels[~everywhere])
+    assert np.array_equal(np.isnan(pair[:, :, :5]), mask)
+
+
+def test_resized_pixels_are_means_of_valid_ones():
+    """Bilinear weights without antialiasing, by loops."""
+    array = bands(0, "float32", (9, 7))[:, :, :2]
+    array[2:5, 3:7, 0] = np.nan
+    array[:, 1, 1] = np.nan
+    img = torch.from_numpy(array).permute(2, 0, 1)
+    found = resize_valid(partial(resize_image, size=(4, 5)), img)
+    num_invalid = 0
+    for band, row, column in np.ndindex(2, 4, 5):
+        y = max(0, (row + 0.5) * 7 / 4 - 0.5)
+        x = max(0, (column + 0.5) * 9 / 5 - 0.5)
+        total = 0.0
+        share = 0.0
+        for r in (int(y), int(y) + 1):
+            for c in (int(x), int(x) + 1):
+                weight = (1 - abs(y - r)) * (1 - abs(x - c))
+                value = array[min(r, 6), min(c, 8), band]
+                if not np.isnan(value):
+                    total += weight * value
+                    share += weight
+        if abs(share - 0.5) < 1e-5:
+            continue
+        if share < 0.5:
+            num_invalid += 1
+            assert found[band, row, column].isnan()
+        else:
+            assert found[band, row, column].item() == pytest.approx(total / share, rel=1e-5)
+    assert num_invalid > 3
+
+
+def test_crops_have_no_class_where_nothing_is_valid_and_padding_is_invalid():
+    """Labels follow the image: no crop has a class at a pixel without a valid band."""
+    array = bands(0, "float32")
+    array[clouds(size=(30, 40))[:, :, 0]] = np.nan
+    array[:12, :, 1:3] = np.nan
+    img = torch.from_numpy(array).permute(2, 0, 1)
+    pair = torch.cat([img, torch.ones_like(img[:1])])
+    augment = SegmentationAugment((24, 24), 0, [0] * 5, (40, 30), (0.6, 1.4), photometric=False, has_invalid=True)
+    num_in_part = 0
+    for index in range(20):
+        cropped, labels = augment(pair, 0, index)
+        assert cropped.shape == (5, 24, 24)
+        invalid = cropped.isnan()
+        assert torch.equal(labels == IGNORE, invalid.all(dim=0))
+        num_in_part += (invalid.any(dim=0) & (labels != IGNORE)).sum()
+        assert torch.equal(cropped.nan_to_num(-1), augment(pair, 0, index)[0].nan_to_num(-1))
+    assert num_in_part > 100
+    small = SegmentationAugment((64, 64), 0, [0] * 5, (40, 30), (1, 1), photometric=False, has_invalid=True)
+    cropped, labels = small(pair, 0, 0)
+    assert cropped[:, 30:].isnan().all()
+    assert cropped[:, :, 40:].isnan().all()
+    assert (labels[30:] == IGNORE).all()
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
+def test_a_whole_image_is_cropped_as_if_nothing_were_declared(dtype):
+    array = bands(0, dtype)[:, :, :3].copy()
+    img = torch.from_numpy(array).permute(2, 0, 1)
+    pair = torch.cat([img, torch.ones_like(img[:1])])
+    options = dict(image_scale=(60, 45), ratio_range=(0.8, 1.2), photometric=dtype == "uint8")
+    plain = SegmentationAugment((16, 16), 0, [0] * 3, **options)
+    declared = SegmentationAugment((16, 16), 0, [0] * 3, **options, has_invalid=True)
+    for index in range(8):
+        crop, labels = plain(pair, 0, index)
+        crop_of_declared, labels_of_declared = declared(pair, 0, index)
+        assert crop_of_declared.dtype == torch.float32
+        assert torch.equal(crop_of_declared, crop.float())
+        assert torch.equal(labels_of_declared, labels)
+
+
+def test_distortion_spreads_no_invalid_channel():
+    """A pixel that lacks a channel gets brightness and contrast, and neither saturation nor hue."""
+    generator = torch.Generator().manual_seed(0)
+    img = torch.randint(0, 256, (3, 12, 10), generator=generator).float()
+    holed = img.clone()
+    holed[:, :4] = torch.nan
+    holed[1, 4:8] = torch.nan
+    colour = [0.9, 0.9, 0.0, 0.0, 0.5, 0.5, 0.9, 0.9, 0.9]  # saturation and hue
+    light = [0.0, 0.0, 0.9, 0.9, 0.9, 0.2, 0.5, 0.5, 0.9]  # brightness and contrast
+    both = [0.0, 0.0, 0.0, 0.0, 0.9, 0.2, 0.9, 0.9, 0.9]
+    for draws in (colour, light, both):
+        found = distort(holed, draws)
+        assert torch.equal(found.isnan(), holed.isnan())
+        assert torch.equal(found[:, 8:], distort(img.byte(), draws)[:, 8:].float())
+    assert torch.equal(distort(holed, colour)[::2, 4:8], img[::2, 4:8])
+    assert_close(distort(holed, both)[::2, 4:8], distort(img, light)[::2, 4:8])
+
+
+def test_boxes_keep_their_place_beside_holes(tmp_path):
+    """Objects are kept, even under a hole; pixels away from it are those of the whole image."""
+    root = write_coco(tmp_path, "train", 1, size=(48, 48))
+    whole = open_split(root)
+    whole.check()
+    images = open_split(root)
+    images.check()
+    images.pixel_format = PixelFormat(3, "uint8", has_invalid=True)
+    img = torch.from_numpy(images.load(0)[0].copy()).permute(2, 0, 1)
+    holed = img.float()
+    holed[:, :, :20] = torch.nan
+    options = dict(side=32, seed=0, scale_range=(0.6, 0.9))
+    for epoch in range(8):
+        sample = LargeScaleJitter(images, **options)(holed, epoch, 0)
+        plain = LargeScaleJitter(whole, **options)(img, epoch, 0)
+        assert sample.img.dtype == torch.float32
+        assert torch.equal(sample.boxes, plain.boxes)
+        assert torch.equal(sample.masks, plain.masks)
+        valid = ~sample.img.isnan()
+        assert 0.3 < valid.float().mean() < 0.8
+        columns = valid.all(dim=0).all(dim=0)
+        inside = columns & columns.roll(2) & columns.roll(-2)
+        of_floats = LargeScaleJitter(whole, **options)(img.float(), epoch, 0).img
+        assert_close(sample.img[:, :, inside][:, :, 2:-2], of_floats[:, :, inside][:, :, 2:-2], rtol=1e-4, atol=1e-3)
+        assert torch.equal(LargeScaleJitter(images, **options)(img, epoch, 0).img, plain.img.float())
+
+
+@pytest.mark.parametrize("transform", [ResizeForDetection(40), ResizeForEvaluation((60, 40))])
+def test_evaluation_spreads_no_hole(transform):
+    """A flat image stays flat."""
+    img = torch.full((3, 30, 45), 7.0)
+    img[:, 4:20, 9:30] = torch.nan
+    img[0, :, 40] = torch.nan
+    pair = torch.cat([img, torch.ones(1, 30, 45)]) if isinstance(transform, ResizeForEvaluation) else img
+    resized = transform(pair)[0]
+    valid = ~resized.isnan()
+    assert 0.6 < valid.float().mean() < 0.9
+    assert_close(resized[valid], torch.full_like(resized[valid], 7.0))
