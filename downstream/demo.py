@@ -50,21 +50,26 @@ def train_demo(
     recipe: str,
     description: str | None,
     num_iters: int,
-    write: Callable[[Path], None],
+    write: Callable[..., None],
     train: Callable[[Sequence[str]], object],
     argv: Sequence[str] | None,
 ) -> bool:
-    """Calls `write(ROOT/data)`, then `train(command line)` with ROOT/run as its folder.
+    """Calls `write(ROOT/data)`, also with `num_train` if it is given, then `train(command line)` with ROOT/run as its
+    folder.
 
     argv: the command line of the demonstration, which names ROOT. Returns False if a signal stopped the run.
     """
     parser = Parser("demo.py", description=description)
     parser.add_argument("output_dir", nargs="?", default=f"output/{recipe}", help="folder of data and run")
     parser.add_argument("--num_iters", type=int, default=num_iters, help="iterations of the training")
+    parser.add_argument("--num_train", type=int, at_least=1, help="training images (default: all of the data set)")
     args = parser.parse_args(argv)
+    options: dict[str, int] = {}
+    if args.num_train is not None:
+        options["num_train"] = args.num_train
     with user_errors(parser):
         root = writable_folder(args.output_dir).resolve()
-        write(root / "data")
+        write(root / "data", **options)
     flags = ["--recipe", recipe, "--num_iters", str(args.num_iters), "--num_workers", "0"]
     flags += ["--data_path", str(root / "data"), "--output_dir", str(root / "run")]
     return bool(train(flags))

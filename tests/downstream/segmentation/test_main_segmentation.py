@@ -205,8 +205,9 @@ def test_a_frozen_encoder_must_be_pre_trained(striped, tmp_path, capsys):
 
 def test_the_demonstration_runs_to_its_end(tmp_path, monkeypatch):
     pytest.importorskip("skimage")
-    monkeypatch.setattr(demo, "write_mosaics", partial(demo.write_mosaics, num_train=40, num_val=8))
-    assert demo.main([str(tmp_path), "--num_iters", "20"])
+    monkeypatch.setattr(demo, "write_mosaics", partial(demo.write_mosaics, num_val=8))
+    assert demo.main([str(tmp_path), "--num_iters", "20", "--num_train", "40"])
+    assert len(list((tmp_path / "data" / "images" / "training").iterdir())) == 40
     assert len(list((tmp_path / "data" / "images" / "validation").iterdir())) == 8
     assert (tmp_path / "run" / "predictions.png").exists()
 
