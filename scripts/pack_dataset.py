@@ -48,6 +48,7 @@ from util.data.pixel_format import RGB8
 from util.data.tars import (
     INDEX,
     MANIFEST,
+    LocalTars,
     Manifest,
     TarImages,
     TarScan,
@@ -212,7 +213,7 @@ def pack_split(images: FolderImages, folder: Path, args: argparse.Namespace) -> 
     refuse_other_data(folder, shards)
     if index.exists():
         try:
-            done = TarImages(index, folder)
+            done = TarImages(index, LocalTars(folder))
             print(f"{folder}: {count_of(len(done), 'image')} in {count_of(len(done.tars), 'shard')}, packed already")
             return
         except ValueError:
@@ -266,15 +267,16 @@ def refuse_other_data(folder: Path, shards: dict[str, Manifest]) -> None:
 
 def verify_split(images: FolderImages | None, folder: Path, num_workers: int) -> None:
     """ValueError if a shard is damaged, or if the names, labels or classes differ from those of the source."""
-    ours = TarImages(folder / INDEX, folder)
+    ours = TarImages(folder / INDEX, LocalTars(folder))
     if images is not None:
         same_names = EncodedImages.fingerprint(ours) == images.fingerprint()
         if not same_names or ours.classes != images.classes:
             raise ValueError(f"{folder}: the names, labels or classes of the images are not those of the source")
     damaged: list[str] = []
     with ProcessPoolExecutor(num_workers) as pool:
-        digests = tqdm(pool.map(sha256, ours.tars), total=len(ours.tars), unit="shard", desc=f"verify {folder}")
-        for path, tar, digest in zip(ours.tars, ours.content["tars"], digests, strict=True):
+        paths = [folder / name for name in ours.tars]
+        digests = tqdm(pool.map(sha256, paths), total=len(paths), unit="shard", desc=f"verify {folder}")
+        for path, tar, digest in zip(paths, ours.content["tars"], digests, strict=True):
             if tar["sha256"] != digest:
                 damaged.append(str(path))
     if damaged:

@@ -12,7 +12,7 @@ from tests.conftest import write_photo
 from tests.patches import StandIn
 from tests.runs import assert_same_state, finetune, finish, losses, pretrain, state
 from util.data import decode, images
-from util.data.tars import TarImages
+from util.data.tars import LocalTars
 
 
 def damage(path):
@@ -76,7 +76,7 @@ def lose_tars(folder, monkeypatch):
     def stale(*_):
         raise OSError(116, "Stale file handle")
 
-    monkeypatch.setattr(TarImages, "_read_at", stale)
+    monkeypatch.setattr(LocalTars, "_read_at", stale)
     monkeypatch.replace_in(images, "time.sleep", lambda seconds: None)
 
 

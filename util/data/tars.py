@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -268,8 +268,84 @@ def read_index(path: Path) -> tuple[Rows, dict[str, Any]]:
         raise ValueError(f"{str(path)!r} is not a valid index of tars ({reason}): copy or pack it again") from error
 
 
+# ------------------------------------------------------------------------------------------------------------ images
+
+
+class Span(NamedTuple):
+    """Where the bytes of an image lie in a tar of `tar_size` bytes."""
+
+    tar: str
+    offset: int
+    size: int
+    tar_size: int
+
+
+class Storage(Protocol):
+    """Where the tars of an index lie."""
+
+    @property
+    def root(self) -> str | Path:
+        """The folder of the tars."""
+        ...
+
+    def path(self, tar: str) -> str:
+        """Returns where a tar lies, for messages."""
+        ...
+
+    def sizes(self, tars: Sequence[str]) -> dict[str, int]:
+        """Returns the bytes of each tar that is there."""
+        ...
+
+    def read(self, span: Span) -> bytes:
+        """Returns the bytes of a span, fewer if the tar ends before. Tries again for some time if that fails."""
+        ...
+
+
+class LocalTars:
+    """Tars in a folder. Forked workers may share those that are open, because `pread` has no position in the file."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._files: dict[str, BinaryIO] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalTars, (self.root,)
+
+    def path(self, tar: str) -> str:
+        return str(self.root / tar)
+
+    def sizes(self, tars: Sequence[str]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for tar in tars:
+            path = self.root / tar
+            if path.is_file():
+                found[tar] = path.stat().st_size
+        return found
+
+    def read(self, span: Span) -> bytes:
+        return retry_io(lambda: self._read_at(span))
+
+    def _read_at(self, span: Span) -> bytes:
+        """Reads from a tar. After an error it is opened again, because an open file of NFS may be stale."""
+        try:
+            return os.pread(self._file(span.tar).fileno(), span.size, span.offset)
+        except OSError:
+            if span.tar in self._files:
+                with suppress(OSError):
+                    self._files.pop(span.tar).close()
+            raise
+
+    def _file(self, tar: str) -> BinaryIO:
+        if tar not in self._files:
+            if len(self._files) >= MAX_OPEN:
+                oldest = next(iter(self._files))
+                self._files.pop(oldest).close()
+            self._files[tar] = open(self.root / tar, "rb", buffering=0)
+        return self._files[tar]
+
+
 class TarImages(EncodedImages):
-    """The images of an index, whose tars lie in `root`.
+    """The images of an index, whose tars lie in `storage`.
 
     ValueError if the index is damaged, or if a tar is missing or has another size than when it was indexed.
     """
@@ -279,7 +355,7 @@ class TarImages(EncodedImages):
     def __init__(
         self,
         index: Path,
-        root: Path,
+        storage: Storage,
         notes: Sequence[str] = (),
         in_chans: int = 3,
         use_pillow: bool = False,
@@ -287,25 +363,26 @@ class TarImages(EncodedImages):
     ) -> None:
         self.rows, self.content = read_index(index)
         self.index = index
+        self.storage = storage
         self.packed = self.content["packed"]
-        self.tars: list[Path] = []
-        self._files: dict[int, BinaryIO] = {}
-        for tar in self.content["tars"]:
-            path = root / Path(tar["name"]).name
-            self.tars.append(path)
-            size = path.stat().st_size if path.is_file() else None
-            if size != tar["size"]:
-                problem = f"has {size} bytes"
-                if size is None:
-                    problem = "is missing"
-                message = f"{str(path)!r} {problem}; {tar['size']} bytes were indexed"
-                if self.packed:
-                    message += f". {packed_by(self.packed)}"
-                raise ValueError(message)
+        self.tars = [Path(tar["name"]).name for tar in self.content["tars"]]
+        self.tar_sizes: list[int] = [tar["size"] for tar in self.content["tars"]]
+        sizes = storage.sizes(self.tars)
+        for tar, tar_size in zip(self.tars, self.tar_sizes, strict=True):
+            if sizes.get(tar) == tar_size:
+                continue
+            problem = "is missing"
+            if tar in sizes:
+                problem = f"has {sizes[tar]} bytes"
+            message = f"{storage.path(tar)!r} {problem}; {tar_size} bytes were indexed"
+            if self.packed:
+                message += f". {packed_by(self.packed)}"
+            raise ValueError(message)
         names = self.rows["name"]
         names = names.view(f"S{names.shape[1]}")[:, 0]
         notes = [*self.content["notes"], *notes]
-        super().__init__(root, names, self.rows["label"], self.content["classes"], notes, in_chans, use_pillow, invalid)
+        classes = self.content["classes"]
+        super().__init__(storage.root, names, self.rows["label"], classes, notes, in_chans, use_pillow, invalid)
 
     def fingerprint(self) -> str:
         if self.packed and self.packed["quality"]:  # other pixels under the same names
@@ -318,38 +395,24 @@ class TarImages(EncodedImages):
         if self.classes != self.content["classes"]:
             state["classes"] = self.classes
             state["labels"] = self.labels
-        return TarImages, (self.index, self.root), state
+        return TarImages, (self.index, self.storage), state
 
     def path(self, i: int) -> str:
-        return f"{self.tars[self.rows['tar'][i]]}: {os.fsdecode(bytes(self.names[i]))}"
+        return f"{self.storage.path(self.span(i).tar)}: {os.fsdecode(bytes(self.names[i]))}"
 
-    def read(self, i: int) -> bytes:
-        tar = int(self.rows["tar"][i])
+    def span(self, i: int) -> Span:
+        """Returns where image i lies."""
+        number = int(self.rows["tar"][i])
         offset = int(self.rows["offset"][i])
         size = int(self.rows["size"][i])
-        data = retry_io(lambda: self._read_at(tar, size, offset))
-        if len(data) != size:
-            raise ImageError(f"{str(self.tars[tar])!r} was cut short: it ends before {self.path(i)!r} does")
+        return Span(self.tars[number], offset, size, self.tar_sizes[number])
+
+    def read(self, i: int) -> bytes:
+        span = self.span(i)
+        data = self.storage.read(span)
+        if len(data) != span.size:
+            raise ImageError(f"{self.storage.path(span.tar)!r} was cut short: it ends before {self.path(i)!r} does")
         return data
-
-    def _read_at(self, tar: int, size: int, offset: int) -> bytes:
-        """Reads from a tar. After an error it is opened again, because an open file of NFS may be stale."""
-        try:
-            return os.pread(self._file(tar).fileno(), size, offset)
-        except OSError:
-            if tar in self._files:
-                with suppress(OSError):
-                    self._files.pop(tar).close()
-            raise
-
-    def _file(self, tar: int) -> BinaryIO:
-        """Returns an open tar. Forked workers may share it, because `pread` has no position in the file."""
-        if tar not in self._files:
-            if len(self._files) >= MAX_OPEN:
-                oldest = next(iter(self._files))
-                self._files.pop(oldest).close()
-            self._files[tar] = open(self.tars[tar], "rb", buffering=0)
-        return self._files[tar]
 
 
 def open_tars(
@@ -368,11 +431,11 @@ def open_tars(
     index = root / INDEX
     if not index.exists():
         index = find_index(root, tars)
-    images = TarImages(index, root, notes, in_chans, use_pillow, invalid)
+    images = TarImages(index, LocalTars(root), notes, in_chans, use_pillow, invalid)
     indexed = set(images.tars)
-    given = set(tars)
+    given = {tar.name for tar in tars}
     if indexed != given:
-        others = shorten([tar.name for tar in sorted(indexed ^ given)])
+        others = shorten(sorted(indexed ^ given))
         advice = f"give the folder, and move away tars that are not in it ({others})"
         raise ValueError(f"{str(root)!r} is read as a whole by its {INDEX}: {advice}")
     if labelled and not images.classes:

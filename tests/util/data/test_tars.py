@@ -17,7 +17,7 @@ from util.data import images as images_module
 from util.data import tars
 from util.data.folders import MissingSplit, find_files
 from util.data.open import open_images
-from util.data.tars import TarImages, open_tars, read_index, scan_tars, write_index
+from util.data.tars import LocalTars, TarImages, open_tars, read_index, scan_tars, write_index
 
 
 def photo(seed):
@@ -307,7 +307,7 @@ def test_a_stale_handle_is_replaced_before_the_next_try(tmp_path, monkeypatch):
     """NFS: every read by the open file fails (ESTALE) until the file is opened again. Then all handles are good."""
     images = open_tars([webdataset(tmp_path / "train.tar", [0, 1])])
     assert images.read(0) == photo(0)
-    stale = images._file(0)
+    stale = images.storage._file("train.tar")
     pread = os.pread
     slept = []
 
@@ -361,7 +361,7 @@ def index_of(path):
 def test_an_index_of_older_rules_is_made_again(tmp_path, capsys):
     path = webdataset(tmp_path / "train.tar", [0, 1])
     index = index_of(path)
-    images = TarImages(index, tmp_path)
+    images = TarImages(index, LocalTars(tmp_path))
     write_index(index, images.rows | {"name": images.names}, images.content | {"stamp": [0], "classes": ["wrong"]})
     capsys.readouterr()
     assert open_tars([path]).classes == ["0", "1"]
@@ -395,8 +395,8 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path):
     path = webdataset(tmp_path / "data" / "train.tar", [0, 1])
     shutil.copy(path, tmp_path / "secret.tar")
     index = index_of(path)
-    images = TarImages(index, path.parent)
+    images = TarImages(index, LocalTars(path.parent))
     tar = images.content["tars"][0] | {"name": "../secret.tar"}
     write_index(index, images.rows | {"name": images.names}, images.content | {"tars": [tar]})
     with pytest.raises(ValueError, match=r"data/secret\.tar' is missing"):
-        TarImages(index, path.parent)
+        TarImages(index, LocalTars(path.parent))
