@@ -33,6 +33,7 @@ import submitit
 
 from util.code_version import code_version, source_files, source_hash, write_version
 from util.run.cli import FINAL, PROGRESS, TEMPORARY, Parser, end_if_others_wait, flags_given, run_program
+from util.urls import redact
 
 # {name on the command line: module}. Modules of downstream/ are imported only if they are to be run.
 MAINS = {
@@ -254,6 +255,8 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, P
         parser.error(
             f"--output_dir {str(folder)!r} must not contain % or \\: SLURM replaces them in the paths of the logs"
         )
+    if any(redact(word) != word for word in args.argv):
+        parser.error("a job stores its flags, so a URL must hold no password or query: use ~/.netrc, for example")
     args.argv += ["--output_dir", str(folder)]  # the last one counts; jobs start in another folder
     return args, folder
 

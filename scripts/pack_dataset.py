@@ -52,6 +52,7 @@ from util.data.tars import (
     Manifest,
     TarImages,
     TarScan,
+    add_checksums,
     make_rows,
     packed_by,
     read_manifest,
@@ -147,6 +148,7 @@ def pack_shard(path: Path, manifest: Manifest) -> tuple[dict[str, Any], TarScan]
     if scan is None:
         write_shard(_worker["images"], path, manifest)
         scan = scan_tar(path)
+    add_checksums(scan, path)
     scan.names = manifest["names"]
     return {"name": path.name, "size": path.stat().st_size, "sha256": sha256(path)}, scan
 

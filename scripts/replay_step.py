@@ -41,6 +41,7 @@ from util.run.train.logging import RunLog
 from util.run.train.loop import TrainLoop
 from util.run.train.saving import REPLAYED_PROGRAM
 from util.text import count_of, shorten
+from util.urls import data_path
 
 
 def tensors_in(output: Any) -> Iterator[torch.Tensor]:
@@ -228,7 +229,7 @@ def get_args_parser() -> Parser:
     parser = Parser("replay_step.py", description=__doc__)
     flag = parser.add_argument
     flag("path", type=Path, help="bad-step-<n>.pth, or a checkpoint of a run")
-    flag("--data_path", help="the data of the run, if they have moved")
+    flag("--data_path", type=data_path, help="the data of the run, if they have moved")
     flag("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if there is one")
     return parser
 

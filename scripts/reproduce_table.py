@@ -42,6 +42,7 @@ from scripts.parts.paper_tables import COUNTED_FLOPS, TABLES, Row, Table
 from scripts.parts.table_runs import RECIPES_OF, Run, run_of
 from util.run.cli import Parser, run_program, user_errors
 from util.tables import markdown_table, write_csv
+from util.urls import is_url, redact
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_MEASURED = ("memory", "time", "module_gflops")  # measures of columns that no run fills
@@ -131,7 +132,7 @@ def print_commands(runs: Sequence[Run], args: argparse.Namespace) -> None:
             if run.needs is not None and run.needs in runs:
                 job_id = f"ID_OF_{run.needs.name.replace('/', '-')}"
             command = ["python", os.path.relpath(submitit_launch.__file__), *submission_of(run, args, job_id)]
-        print(shlex.join(command))
+        print(redact(shlex.join(command)))
 
 
 # ------------------------------------------------------------------------------------------------------ launching
@@ -367,7 +368,7 @@ def check_paths(args: argparse.Namespace) -> None:
     """ValueError if a folder of images does not exist. Runs that need it may start days later."""
     for name in ("data_path", "inat_path", "ade_path", "coco_path", *SETS):
         path = getattr(args, name)
-        if path is not None and not Path(path).exists():
+        if path is not None and not is_url(path) and not Path(path).exists():
             raise ValueError(f"--{name} {path!r} does not exist")
 
 

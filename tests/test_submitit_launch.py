@@ -109,6 +109,7 @@ def test_a_site_s_options_go_to_sbatch_as_they_are(tmp_path, options, sbatch, re
         ("--timeout_min 10 main_pretrain", "--timeout_min 10 is too short for --signal_delay_s 300"),
         ("main_pretrain --recipe nowhere", "unknown recipe 'nowhere'"),
         ("main_pretrain --no_such_flag 3", "unknown flag --no_such_flag\n"),
+        ("main_pretrain --data_path https://me:secret@host/data", "a URL must hold no password or query"),
         ("main_pretrain --output_dir 50%throw", "50%throw' must not contain % or \\"),
     ],
 )

@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,9 +53,9 @@ def evenly_spaced(length: int, most: int) -> np.ndarray:
     return np.unique(np.linspace(0, length - 1, min(most, length)).astype(int))
 
 
-def retry_io(read: Callable[[], T]) -> T:
-    """Returns `read()`. Tries four times within 11 seconds if the storage fails."""
-    for seconds in (0.1, 1.0, 10.0):
+def retry_io(read: Callable[[], T], waits: Sequence[float] = (0.1, 1.0, 10.0)) -> T:
+    """Returns `read()`. If the storage fails, tries again after each of the `waits`, in seconds."""
+    for seconds in waits:
         try:
             return read()
         except OSError as error:
@@ -148,6 +149,10 @@ class Images:
         With invalid pixels the image is float32, and they are NaN.
         """
         raise NotImplementedError
+
+    def reading_ahead(self, indices: Sequence[int]) -> AbstractContextManager[None]:
+        """In this context, `load` is about to be called for these images, in this order."""
+        return nullcontext()
 
     def load_sample(self, i: int) -> tuple[np.ndarray, int]:
         """Returns ([H, W, D], label) for the transform of a data set: the image, or the image and its label map."""

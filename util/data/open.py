@@ -20,9 +20,12 @@ from util.data.images import (
     wanted_channels,
 )
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels
+from util.data.remote import Store, open_store
+from util.data.remote_tars import DataCache, begin_copying, find_split, open_remote_tars
 from util.data.survey import check_images
 from util.data.tars import open_tars
 from util.findings import collected, note_opened
+from util.urls import is_url
 
 DOWNLOADED = ("cifar10", "cifar100")  # data sets that are downloaded if they are missing
 INATURALIST = {"inat18": 2018, "inat19": 2019}
@@ -35,7 +38,8 @@ class ImageSource:
 
     dataset: one of DATASETS; "folder" also reads tars. labelled: every image must have a class, of two or more.
     max_bad_fraction: of the image headers that are checked. in_chans: channels of the images. image_column,
-    label_column: of "hf". use_pillow: decode everything by Pillow. invalid: what marks invalid pixels.
+    label_column: of "hf". use_pillow: decode everything by Pillow. invalid: what marks invalid pixels. cache: for
+    copies of shards that lie behind a URL.
     """
 
     dataset: str
@@ -48,7 +52,11 @@ class ImageSource:
     label_column: str | None = None
     use_pillow: bool = False
     invalid: InvalidPixels = ALL_VALID
+    cache: DataCache | None = None
     files: SplitFiles | None = field(init=False, default=None)  # of the dataset "folder"
+    store: Store | None = field(init=False, default=None)  # instead, if `data_path` is a URL
+    folder: str = field(init=False, default="")  # in the store
+    notes: list[str] = field(init=False, default_factory=list)
     images: Images | None = field(init=False, default=None)  # once they are open
 
     def __post_init__(self) -> None:
@@ -66,12 +74,17 @@ class ImageSource:
                 f"all pixels of --dataset {self.dataset} are valid: leave out {flags}, or evaluate with --all_valid"
             )
         self.invalid.check(self.in_chans)
-        if self.dataset == "folder":
+        if is_url(self.data_path):
+            if self.dataset != "folder":
+                raise ValueError(f"--dataset {self.dataset} reads no URL, such as {str(self.data_path)!r}")
+            self.store = open_store(str(self.data_path))
+            self.folder, self.notes = find_split(self.store, self.split, self.labelled)
+        elif self.dataset == "folder":
             self.files = find_files(self.data_path, self.split, self.labelled)
 
     @property
     def in_tars(self) -> bool:
-        return self.files is not None and len(self.files.tars) > 0
+        return self.store is not None or (self.files is not None and len(self.files.tars) > 0)
 
     @property
     def root(self) -> Path:
@@ -115,6 +128,8 @@ class ImageSource:
             return open_hugging_face(
                 self.data_path, self.split, self.labelled, self.image_column, self.label_column, **reading
             )
+        if self.store is not None:
+            return open_remote_tars(self.store, self.folder, self.labelled, self.notes, self.cache, **reading)
         assert self.files is not None
         if self.files.tars:
             return open_tars(self.files.tars, self.labelled, self.files.notes, **reading)
@@ -158,8 +173,14 @@ def open_everywhere(
             label_column=args.label_column,
             use_pillow=args.loader == "reference",
             invalid=InvalidPixels.from_settings(pixel_settings),
+            cache=cache,
         )
 
+    cache: DataCache | None = None
+    if getattr(args, "data_cache", None) is not None:
+        if not is_url(args.data_path):
+            raise ValueError("--data_cache has no effect, because --data_path is no URL: leave it out")
+        cache = DataCache(Path(args.data_cache) / "prmim", args.data_cache_gb)
     source = collectives.run_on_rank0(find_source)
     if not source.is_written_once and is_same_folder(args.data_path, source.root):
         return collectives.run_on_rank0(source.open)
@@ -177,6 +198,7 @@ def open_everywhere(
         "channels and depth": str(images.pixel_format),
     }
     collectives.refuse_differences(seen_by_rank, f"{split} data")
+    begin_copying(images, cache)
     return images
 
 

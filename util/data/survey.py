@@ -79,7 +79,7 @@ def survey_files(images: Images) -> Part:
     part = Part()
     unread: Counter[tuple[str, str]] = Counter()
     if isinstance(images, TarImages):
-        tars = [images.tars[i] for i in evenly_spaced(len(images.tars), NUM_TARS).tolist()]
+        tars = [Path(images.storage.path(images.tars[i])) for i in evenly_spaced(len(images.tars), NUM_TARS).tolist()]
         if images.packed is None:  # the shards of pack_dataset.py hold nothing else
             unread = unread_members(images, tars)
         part.lines.append(f"tars         {count_of(len(images.tars), 'tar')}, {len(tars)} of them listed here")

@@ -13,12 +13,14 @@ import json
 import os
 import resource
 import tarfile
+import threading
+import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -28,17 +30,19 @@ from util.atomic import replaced_file
 from util.data.folders import count_unread, is_hidden, is_image, note_unread, split_of
 from util.data.images import FILE_ERRORS, EncodedImages, ImageError, retry_io
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels
+from util.data.remote import ReadAhead, WrongAnswer
 from util.text import count_of, shorten
 
 INDEX = "prmim-index.safetensors"  # beside the shards of pack_dataset.py
 INDEX_VERSION = 6  # an index that was made by other rules is made again
 COLUMNS = ("tar", "label", "offset", "size", "name")
+CHECKSUM = "crc32"  # a further column, which older indexes and those of scans do not have
 MANIFEST = "__prmim__"  # first member of a packed shard, a JSON object; WebDataset skips names of this form
 MAX_CLASSES = 1_000_000
 MAX_OPEN = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)  # tars that a process keeps open
 
 Manifest = dict[str, Any]
-Rows = dict[str, np.ndarray]  # tar int32, label, offset and size int64, name bytes; each [n]
+Rows = dict[str, np.ndarray]  # tar int32, label, offset and size int64, name bytes, perhaps crc32 uint32; each [n]
 
 
 # -------------------------------------------------------------------------------------------------------------- scan
@@ -52,12 +56,13 @@ class MemberError(ValueError):
 class TarScan:
     """The images in a tar, in its order. labels: empty if there is no `.cls` member. splits: that folders are named.
 
-    unread: members that are not read, by `count_unread`.
+    unread: members that are not read, by `count_unread`. checksums: CRC-32 of the images; empty until `add_checksums`.
     """
 
     names: list[str] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    checksums: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
     splits: set[str] = field(default_factory=set)
     num_ignored: int = 0
@@ -80,6 +85,14 @@ def scan_tar(path: Path) -> TarScan:
     except (tarfile.TarError, OSError, ValueError) as error:
         refuse_storage_error(error)
         raise ValueError(f"{str(path)!r} cannot be read as a tar: {error}; copy, download or pack it again") from error
+
+
+def add_checksums(scan: TarScan, path: Path) -> None:
+    """Adds the checksums of the images of a scanned tar, whose bytes it reads."""
+    with open(path, "rb") as file:
+        for offset, size in zip(scan.offsets, scan.sizes, strict=True):
+            file.seek(offset)
+            scan.checksums.append(zlib.crc32(file.read(size)))
 
 
 def scan_members(tar: tarfile.TarFile, file: BinaryIO, num_bytes: int) -> TarScan:
@@ -152,20 +165,25 @@ def make_rows(scans: Sequence[TarScan]) -> Rows:
     names: list[bytes] = []
     offsets: list[int] = []
     sizes: list[int] = []
+    checksums: list[int] = []
     labels: list[int] = []
     for scan in scans:
         names += [os.fsencode(name) for name in scan.names]
         offsets += scan.offsets
         sizes += scan.sizes
+        checksums += scan.checksums
         labels += scan.labels or [0] * len(scan.names)
     counts = [len(scan.names) for scan in scans]
-    return {
+    rows: Rows = {
         "tar": np.repeat(np.arange(len(scans), dtype=np.int32), counts),
         "label": np.array(labels, np.int64),
         "offset": np.array(offsets, np.int64),
         "size": np.array(sizes, np.int64),
         "name": np.array(names),
     }
+    if checksums:
+        rows[CHECKSUM] = np.array(checksums, np.uint32)
+    return rows
 
 
 def scan_tars(tars: Sequence[Path]) -> tuple[Rows, dict[str, Any]]:
@@ -247,8 +265,9 @@ def write_index(path: Path, rows: Rows, content: Mapping[str, Any]) -> None:
 
 def index_digest(text: str, rows: Rows) -> bytes:
     digest = hashlib.sha256(text.encode())
-    for name in COLUMNS:
-        digest.update(rows[name].data)
+    for name in (*COLUMNS, CHECKSUM):
+        if name in rows:
+            digest.update(rows[name].data)
     return digest.digest()
 
 
@@ -258,7 +277,10 @@ def read_index(path: Path) -> tuple[Rows, dict[str, Any]]:
         with safe_open(path, "pt") as file:  # maps the file; numpy's arrays would be copies
             text = file.metadata()["content"]
             digest = file.get_tensor("sha256").numpy().tobytes()
-            rows = {name: file.get_tensor(name).numpy() for name in COLUMNS}
+            names = [*COLUMNS]
+            if CHECKSUM in set(file.keys()):
+                names.append(CHECKSUM)
+            rows = {name: file.get_tensor(name).numpy() for name in names}
         if digest != index_digest(text, rows):
             raise ValueError("its content does not match its SHA-256")
         return rows, json.loads(text)
@@ -272,63 +294,65 @@ def read_index(path: Path) -> tuple[Rows, dict[str, Any]]:
 
 
 class Span(NamedTuple):
-    """Where the bytes of an image lie in a tar of `tar_size` bytes."""
+    """Where the bytes of an image lie in a tar of `tar_size` bytes. checksum: CRC-32 of them, if the index has it."""
 
     tar: str
     offset: int
     size: int
     tar_size: int
+    checksum: int | None
 
 
-class Storage(Protocol):
-    """Where the tars of an index lie."""
-
-    @property
-    def root(self) -> str | Path:
-        """The folder of the tars."""
-        ...
-
-    def path(self, tar: str) -> str:
-        """Returns where a tar lies, for messages."""
-        ...
-
-    def sizes(self, tars: Sequence[str]) -> dict[str, int]:
-        """Returns the bytes of each tar that is there."""
-        ...
-
-    def read(self, span: Span) -> bytes:
-        """Returns the bytes of a span, fewer if the tar ends before. Tries again for some time if that fails."""
-        ...
+def objection(span: Span, data: bytes) -> str:
+    """Returns what is wrong with the bytes of a span, or ""."""
+    if len(data) != span.size:
+        return f"{span.tar} was cut short"
+    if span.checksum is not None and zlib.crc32(data) != span.checksum:  # 16 us for an image of 110 kB
+        return f"bytes in {span.tar} have changed since it was packed"
+    return ""
 
 
 class LocalTars:
     """Tars in a folder. Forked workers may share those that are open, because `pread` has no position in the file."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root: str | Path = root
+        self.folder = root
         self._files: dict[str, BinaryIO] = {}
+        self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LocalTars, (self.root,)
+        return LocalTars, (self.folder,)
 
     def path(self, tar: str) -> str:
-        return str(self.root / tar)
+        """Returns where a tar lies, for messages."""
+        return str(self.folder / tar)
 
-    def sizes(self, tars: Sequence[str]) -> dict[str, int]:
+    def sizes(self, tars: Sequence[str]) -> dict[str, int] | None:
+        """Returns the bytes of each tar that is there; None if only reads can tell."""
         found: dict[str, int] = {}
         for tar in tars:
-            path = self.root / tar
+            path = self.folder / tar
             if path.is_file():
                 found[tar] = path.stat().st_size
         return found
 
+    def is_slow(self, tar: str) -> bool:
+        """Whether reads of a tar wait for an answer, so that many should wait at once."""
+        return False
+
     def read(self, span: Span) -> bytes:
+        """Returns the bytes of a span, fewer if the tar ends before. Tries again for some time if that fails.
+
+        WrongAnswer if a storage that works does not give these bytes, another OSError if it fails.
+        """
         return retry_io(lambda: self._read_at(span))
 
     def _read_at(self, span: Span) -> bytes:
         """Reads from a tar. After an error it is opened again, because an open file of NFS may be stale."""
         try:
-            return os.pread(self._file(span.tar).fileno(), span.size, span.offset)
+            file = self._file(span.tar)
+            return os.pread(file.fileno(), span.size, span.offset)
         except OSError:
             if span.tar in self._files:
                 with suppress(OSError):
@@ -336,12 +360,13 @@ class LocalTars:
             raise
 
     def _file(self, tar: str) -> BinaryIO:
-        if tar not in self._files:
-            if len(self._files) >= MAX_OPEN:
-                oldest = next(iter(self._files))
-                self._files.pop(oldest).close()
-            self._files[tar] = open(self.root / tar, "rb", buffering=0)
-        return self._files[tar]
+        with self._lock:
+            if tar not in self._files:
+                if len(self._files) >= MAX_OPEN:
+                    oldest = next(iter(self._files))
+                    del self._files[oldest]  # it is closed when no thread reads it any more
+                self._files[tar] = open(self.folder / tar, "rb", buffering=0)
+            return self._files[tar]
 
 
 class TarImages(EncodedImages):
@@ -355,7 +380,7 @@ class TarImages(EncodedImages):
     def __init__(
         self,
         index: Path,
-        storage: Storage,
+        storage: LocalTars,
         notes: Sequence[str] = (),
         in_chans: int = 3,
         use_pillow: bool = False,
@@ -364,12 +389,13 @@ class TarImages(EncodedImages):
         self.rows, self.content = read_index(index)
         self.index = index
         self.storage = storage
+        self._ahead = ReadAhead(self._read, {})
         self.packed = self.content["packed"]
         self.tars = [Path(tar["name"]).name for tar in self.content["tars"]]
         self.tar_sizes: list[int] = [tar["size"] for tar in self.content["tars"]]
         sizes = storage.sizes(self.tars)
         for tar, tar_size in zip(self.tars, self.tar_sizes, strict=True):
-            if sizes.get(tar) == tar_size:
+            if sizes is None or sizes.get(tar) == tar_size:
                 continue
             problem = "is missing"
             if tar in sizes:
@@ -405,13 +431,30 @@ class TarImages(EncodedImages):
         number = int(self.rows["tar"][i])
         offset = int(self.rows["offset"][i])
         size = int(self.rows["size"][i])
-        return Span(self.tars[number], offset, size, self.tar_sizes[number])
+        checksum: int | None = None
+        if CHECKSUM in self.rows:
+            checksum = int(self.rows[CHECKSUM][i])
+        return Span(self.tars[number], offset, size, self.tar_sizes[number], checksum)
+
+    @contextmanager
+    def reading_ahead(self, indices: Sequence[int]) -> Iterator[None]:
+        slow = [i for i in indices if self.storage.is_slow(self.span(i).tar)]
+        sizes = {i: self.span(i).size for i in slow}
+        with closing(ReadAhead(self._read, sizes)) as self._ahead:
+            yield
 
     def read(self, i: int) -> bytes:
+        return self._ahead.take(i)
+
+    def _read(self, i: int) -> bytes:
         span = self.span(i)
-        data = self.storage.read(span)
-        if len(data) != span.size:
-            raise ImageError(f"{self.storage.path(span.tar)!r} was cut short: it ends before {self.path(i)!r} does")
+        try:
+            data = self.storage.read(span)
+        except WrongAnswer as error:
+            raise ImageError(f"{self.path(i)!r} cannot be read: {error.strerror}") from error
+        problem = objection(span, data)
+        if problem:
+            raise ImageError(f"{self.path(i)!r} cannot be read: {problem}; copy or pack it again")
         return data
 
 
@@ -456,8 +499,7 @@ def find_index(root: Path, tars: Sequence[Path]) -> Path:
         entries.append({"name": tar.name, "size": stat.st_size})
         stamp.append([tar.name, stat.st_size, stat.st_mtime_ns])
     name = f"index-{short_hash([tar.name for tar in tars])}.safetensors"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "prmim"
-    places = [root / ".prmim" / name, cache / short_hash(root.resolve()) / name]
+    places = [root / ".prmim" / name, user_cache() / short_hash(root.resolve()) / name]
     for place in places:
         with suppress(ValueError):  # missing or damaged
             _, content = read_index(place)
@@ -473,6 +515,11 @@ def find_index(root: Path, tars: Sequence[Path]) -> Path:
         except OSError as error:
             problems.append(str(error))
     raise ValueError(f"the index of {str(root)!r} cannot be written: {'; '.join(problems)}")
+
+
+def user_cache() -> Path:
+    """Returns the folder of indexes that cannot be written beside their tars."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "prmim"
 
 
 def short_hash(content: object) -> str:

@@ -19,6 +19,7 @@ from typing import Any, Literal, NoReturn
 
 from util.parent import signal_if_parent_dies
 from util.text import close_to, describe_owner, printable
+from util.urls import redact
 
 LONG_CHOICES = 50  # characters
 # Exit codes after which a restart would fail again: user error, values that are not finite, no usable checkpoint.
@@ -302,7 +303,7 @@ class Parser(FlagContainer, argparse.ArgumentParser):
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Ends the program, and torchrun with it if it would start a final error again."""
         if message:
-            self._print_message(printable(message), sys.stderr)
+            self._print_message(printable(redact(message)), sys.stderr)
         if status in FINAL:
             stop_torchrun(f"{self.prog}: exit code {status}; torchrun is stopped, which would repeat it\n")
         super().exit(status)

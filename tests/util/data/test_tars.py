@@ -299,7 +299,7 @@ def test_a_tar_cut_short_after_it_was_indexed_is_named(tmp_path):
     path = webdataset(tmp_path / "train.tar", [0, 1])
     images = open_tars([path])
     path.write_bytes(path.read_bytes()[:2000])
-    with pytest.raises(ValueError, match="was cut short: it ends before .*0001.jpg"):
+    with pytest.raises(ValueError, match="0001.jpg.* cannot be read: train.tar was cut short"):
         images.load(1)
 
 

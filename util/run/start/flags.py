@@ -9,6 +9,7 @@ from util.data.open import DATASETS
 from util.lr_sched import SCHEDULES
 from util.run.cli import FlagContainer, FlagGroup
 from util.run.processes.distributed import PRECISIONS
+from util.urls import data_path
 
 # Steps of a schedule that is compiled by default. The first step takes up to 90 s more, each later one of ViT-B 25 ms
 # less (H100, 512 images).
@@ -118,8 +119,25 @@ def add_data_flags(group: FlagGroup) -> None:
         everyday=True,
         changes="nothing",  # data may move: names and labels of the images are compared
         per_process=True,
+        type=data_path,
         default=DEFAULT_PATH,
-        help="root of the data; CIFAR is downloaded to it if it is not there; for hf also a name on the Hub",
+        help="root of the data; CIFAR is downloaded to it if it is not there; for hf also a name on the Hub; packed "
+        "shards may lie behind a URL",
+    )
+    flag(
+        "--data_cache",
+        changes="nothing",
+        per_process=True,
+        metavar="DIR",
+        help="folder on a local disk to which the shards behind a URL are copied while they are read",
+    )
+    flag(
+        "--data_cache_gb",
+        changes="nothing",
+        type=float,
+        default=200.0,
+        above=0,
+        help="gigabytes of shards in --data_cache; those used longest ago leave first",
     )
     flag("--image_column", changes="nothing", help="only for hf: column of the images (default: the only one)")
     flag(

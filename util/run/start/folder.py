@@ -27,6 +27,7 @@ from util.run.processes import distributed
 from util.run.processes.supervise import collective_timeout
 from util.run.start.plan import RunSchedule
 from util.text import shorten
+from util.urls import redact
 
 # Files that a killed process was about to rename.
 LEFTOVERS = (
@@ -208,9 +209,9 @@ def enter_folder(
 
 def describe_start(program: str, argv: Sequence[str] | None) -> StartInfo:
     """Returns code, command line and hosts of this start. All ranks must call it."""
-    command = [program, *(sys.argv[1:] if argv is None else argv)]
+    words = [redact(word) for word in (sys.argv[1:] if argv is None else argv)]
     hosts = sorted(set(collectives.gather_objects(socket.gethostname())))
-    return StartInfo(collectives.run_on_rank0(code_version), shlex.join(command), hosts)
+    return StartInfo(collectives.run_on_rank0(code_version), shlex.join([program, *words]), hosts)
 
 
 def view_folder(
