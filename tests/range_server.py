@@ -69,6 +69,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         owner = self.owner
         parts = urlsplit(self.path)
+        assert parts.path.startswith("/")  # as servers demand it
         name = unquote(parts.path).lstrip("/")
         first, last = map(int, re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"]).groups())
         with owner.lock:

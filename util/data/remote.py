@@ -40,12 +40,12 @@ SLOWEST = 100_000  # bytes per second, after the first TIMEOUT seconds
 MAX_REDIRECTS = 5
 PACKAGES = {"s3": ": pip install s3fs", "gs": ": pip install gcsfs", "az": ": pip install adlfs"}
 CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-STATUS_ERRORS = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 408: errno.EIO, 429: errno.EIO}
+STATUS_ERRORS = {401: errno.EACCES, 403: errno.EACCES, 408: errno.EIO, 429: errno.EIO}
 CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
 class WrongAnswer(OSError):
-    """The storage answers, but with other bytes than it was asked for."""
+    """The storage answers, but with other bytes than it was asked for, or that there is no such file (ENOENT)."""
 
 
 def open_store(url: str) -> "Store":
@@ -121,13 +121,12 @@ class HttpStore:
     def read(self, name: str, offset: int, size: int, file_size: int | None = None) -> bytes:
         """Returns `size` bytes of a file. One try; OSError if it fails.
 
-        WrongAnswer if others come, or if the file is known not to have `file_size` bytes.
+        WrongAnswer if others come, or if the file is not there or known not to have `file_size` bytes.
         """
         if size == 0:
             return b""
-        path = joined(self.folder, quote(name))
         next_site = self.site
-        target = urlunsplit(("", "", path, self.query, ""))
+        target = urlunsplit(("", "", f"{self.folder}/{quote(name)}", self.query, ""))
         for _ in range(MAX_REDIRECTS):
             site = next_site
             headers = {"Range": f"bytes={offset}-{offset + size - 1}", "Accept-Encoding": "identity"}
@@ -199,6 +198,8 @@ def read_body(
     status = f"{url}: the server answers {response.status} {response.reason}"
     if response.status in STATUS_ERRORS or response.status >= 500:
         raise OSError(STATUS_ERRORS.get(response.status, errno.EIO), status)
+    if response.status == 404:
+        raise WrongAnswer(errno.ENOENT, status)
     if response.status != 206:
         raise WrongAnswer(errno.EIO, f"{status} to a request of a range, which needs 206")
     content_range = response.headers.get("Content-Range", "none")
@@ -304,11 +305,11 @@ class ObjectStore:
         """Calls `work(file system, root)`. Libraries have errors of their own, which become an OSError."""
         try:
             return work(*self._open())
+        except FileNotFoundError as error:
+            raise WrongAnswer(errno.ENOENT, f"{self.url}: there is no {redact(str(error))}") from error
         except Exception as error:
             number = errno.EIO
-            if isinstance(error, FileNotFoundError):
-                number = errno.ENOENT
-            elif isinstance(error, PermissionError) or "Credential" in type(error).__name__:
+            if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
                 number = errno.EACCES
             raise OSError(number, f"{self.url}: {type(error).__name__}: {redact(str(error))}") from error
 

@@ -28,7 +28,6 @@ from util.data.tars import INDEX, LocalTars, Span, TarImages, objection, read_in
 from util.data.workers import begin_beside_gpu, kill_at_exit
 from util.text import count_of
 
-MAX_HEADER = 100_000_000  # bytes, of the format of the index
 BEGIN = time.time()
 
 
@@ -129,13 +128,13 @@ def find_split(store: Store, split: str, labelled: bool) -> tuple[str, list[str]
     def is_there(folder: str) -> bool:
         try:
             read(store, joined(folder, INDEX), 0, 8)
-        except FileNotFoundError:
-            return False
         except PermissionError as error:  # S3 may answer so if a file is missing
             denied.append(error)
             return False
         except WrongAnswer as error:
-            raise ValueError(f"--data_path {store.url!r} cannot be read: {error.strerror}") from error
+            if error.errno != errno.ENOENT:
+                raise ValueError(f"--data_path {store.url!r} cannot be read: {error.strerror}") from error
+            return False
         return True
 
     found = [name for name in ("train", "val", "test") if is_there(name)]
@@ -180,7 +179,7 @@ def copy_index(store: Store, folder: str, cache: DataCache) -> Path:
     name = joined(folder, INDEX)
     header_bytes = int.from_bytes(read(store, name, 0, 8), "little")
     try:
-        header = read(store, name, 8, min(header_bytes, MAX_HEADER))
+        header = read(store, name, 8, min(header_bytes, 10**8))  # the limit of the format
         tensors = json.loads(header)
         del tensors["__metadata__"]
         num_bytes = 8 + header_bytes + max(tensor["data_offsets"][1] for tensor in tensors.values())

@@ -272,7 +272,10 @@ def test_object_storage(packed, bucket):
     bucket.rm(path)
     with pytest.raises(ValueError, match="val/shard-000000.tar' is missing"):
         open_images("folder", "memory://bucket/data", "val", labelled=True)
-    with pytest.raises(OSError, match="memory://bucket/data: "):
+    with pytest.raises(ImageError, match="cannot be read: memory://bucket/data: there is no /bucket/data/val/shard"):
+        ours.read(0)
+    bucket.rm("/bucket/data", recursive=True)
+    with pytest.raises(OSError, match="memory://bucket/data: there is no /bucket/data/val/prmim-index"):
         ours.read(0)
 
 
