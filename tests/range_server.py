@@ -43,6 +43,7 @@ class RangeServer:
         self.released = threading.Event()  # ends what is endless
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"owner": self}))
         self.server.daemon_threads = True
+        self.server.handle_error = lambda *_: None  # a client that was killed
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
 
     def __enter__(self):

@@ -7,6 +7,7 @@ A process opens connections and file systems for itself: before a fork they are 
 """
 
 import asyncio
+import atexit
 import base64
 import errno
 import gc
@@ -71,12 +72,13 @@ _open_stores: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def close_stores() -> None:
-    """Closes what this process has open, so that a forked one opens its own."""
+    """Closes what this process has open: a forked one opens its own."""
     for store in list(_open_stores):
         store.close()
 
 
 os.register_at_fork(before=close_stores)
+atexit.register(close_stores)
 
 
 # -------------------------------------------------------------------------------------------------------------- http
@@ -345,7 +347,6 @@ class ReadAhead:
             self._begin()
 
     def close(self) -> None:
-        self.waiting.clear()
         self.begun.clear()
         self.pool.shutdown(cancel_futures=True)
 
