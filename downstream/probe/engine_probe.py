@@ -5,6 +5,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,10 @@ class ImageSubset:
     def load(self, i: int) -> tuple[np.ndarray, int]:
         """Returns ([H, W, C], label)."""
         return self.images.load(int(self.indices[i]))
+
+    def reading_ahead(self, indices: Sequence[int]) -> AbstractContextManager[None]:
+        """As of `Images`."""
+        return self.images.reading_ahead(self.indices[list(indices)].tolist())
 
     def load_sample(self, i: int) -> tuple[np.ndarray, int]:
         """Returns what `load` does."""

@@ -38,7 +38,6 @@ MAX_BYTES = 2**25  # that are read, or wait to be used, at once
 PIECE = 2**23  # bytes of a large file that are read at once
 TIMEOUT = 30  # seconds without a byte
 SLOWEST = 100_000  # bytes per second, after the first TIMEOUT seconds
-MAX_REDIRECTS = 5
 PACKAGES = {"s3": ": pip install s3fs", "gs": ": pip install gcsfs", "az": ": pip install adlfs"}
 CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 STATUS_ERRORS = {401: errno.EACCES, 403: errno.EACCES, 408: errno.EIO, 429: errno.EIO}
@@ -129,7 +128,7 @@ class HttpStore:
             return b""
         next_site = self.site
         target = urlunsplit(("", "", f"{self.folder}/{quote(name)}", self.query, ""))
-        for _ in range(MAX_REDIRECTS):
+        for _ in range(5):
             site = next_site
             headers = {"Range": f"bytes={offset}-{offset + size - 1}", "Accept-Encoding": "identity"}
             if site == self.site:
@@ -157,12 +156,11 @@ class HttpStore:
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """Sends a request. A connection that the server has closed meanwhile is replaced."""
         while True:
-            is_new = False
             try:
                 connection = self._idle[site].pop()
             except (KeyError, IndexError):
                 connection = CONNECTIONS[site[0]](site[1], timeout=TIMEOUT)
-                is_new = True
+            is_new = connection.sock is None
             try:
                 connection.request("GET", target, headers=dict(headers))
                 return connection, connection.getresponse()

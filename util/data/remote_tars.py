@@ -55,8 +55,8 @@ class DataCache:
         Only within `lock`.
         """
         stats = {path: path.stat() for path in self.root.glob("*/*.tar")}
-        old = [path for path, stat in stats.items() if stat.st_mtime < BEGIN]
-        old.sort(key=lambda path: stats[path].st_mtime)
+        by_use = sorted(stats, key=lambda path: stats[path].st_mtime)
+        old = [path for path in by_use if stats[path].st_mtime < BEGIN]
         excess = sum(stat.st_size for stat in stats.values()) + num_bytes - self.gigabytes * 1e9
         if excess > sum(stats[path].st_size for path in old):
             return False
@@ -208,7 +208,6 @@ def copy_file(store: Store, name: str, num_bytes: int, target: Path, sha256: str
             piece = ahead.take(first)
             digest.update(piece)
             file.write(piece)
-        file.flush()
         if sha256 is not None and digest.hexdigest() != sha256:
             raise ValueError("it is not what was packed: its SHA-256 differs")
 
@@ -222,8 +221,8 @@ def begin_copying(images: Images, cache: DataCache | None) -> None:
     if cache is None or not is_first or not isinstance(images, TarImages):
         return
     collectives.settle_threads()
-    process = multiprocessing.Process(target=copy_shards, args=(images.storage, images.content["tars"], cache))
-    process.daemon = True
+    arguments = (images.storage, images.content["tars"], cache)
+    process = multiprocessing.Process(target=copy_shards, args=arguments, daemon=True)
     process.start()
     kill_at_exit({process})
 

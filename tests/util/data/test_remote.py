@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from downstream.probe.engine_probe import ImageSubset
 from scripts import pack_dataset
 from tests.conftest import write_photo
 from tests.range_server import FAULTS, RangeServer
@@ -432,6 +433,16 @@ def test_an_outage_ends_with_75_and_the_same_command_goes_on(
     server.trouble = lambda number, name: None
     assert_same_state(pretrain(server.url, tmp_path / "out", *flags, *many_epochs), state(whole))
     assert losses(tmp_path / "out") == losses(whole)
+
+
+def test_the_heads_of_a_probe_read_some_images_ahead(packed, server):
+    ours = ImageSubset(open_images("folder", server.url), np.array([20, 3, 9]))
+    local = open_images("folder", packed)
+    num_requests = len(server.requests)
+    with ours.reading_ahead([2, 0]):
+        assert np.array_equal(ours.load(2)[0], local.load(9)[0])
+        assert np.array_equal(ours.load(0)[0], local.load(20)[0])
+    assert len(server.requests) == num_requests + 2
 
 
 def test_other_programs_read_urls(packed, server, tmp_path):
