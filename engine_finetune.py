@@ -163,13 +163,24 @@ def write_predictions(
     rows_by_image = indices.argsort().tolist()
 
     def write() -> None:
-        with replaced_file(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(["image", "class", *images.classes])
-            for row in rows_by_image:
-                index = int(indices[row])
-                true_class = images.classes[images.labels[index]]
-                numbers = [f"{value:.6g}" for value in probabilities[row].tolist()]
-                writer.writerow([images.path(index), true_class, *numbers])
+        rows = []
+        for row in rows_by_image:
+            index = int(indices[row])
+            true_class = images.classes[images.labels[index]]
+            rows.append([images.path(index), true_class, *format_probabilities(probabilities[row])])
+        write_rows(path, images.classes, rows)
 
     collectives.run_on_rank0(write)
+
+
+def format_probabilities(probabilities: torch.Tensor) -> list[str]:
+    """Returns the probabilities of an image, [num_classes], as they are written."""
+    return [f"{value:.6g}" for value in probabilities.tolist()]
+
+
+def write_rows(path: Path, classes: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Writes a file of predictions in one step. rows: where the image is, its class, the probability of each class."""
+    with replaced_file(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["image", "class", *classes])
+        writer.writerows(rows)

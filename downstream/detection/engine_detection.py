@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from downstream.detection.annotations import read_coco
 from downstream.detection.data import Batch, CocoImages, PadAndStack, ResizeForDetection
 from downstream.detection.metrics import average_precision
-from downstream.detection.objects import annotated_objects, coco_results, detections_in_image
+from downstream.detection.objects import DetectedObject, annotated_objects, coco_results, detections_in_image
 from downstream.detection.pictures import ShownImage, draw_pictures
 from downstream.pictures import as_picture
 from util import collectives
@@ -98,6 +98,19 @@ def tensors_of(outputs: Any) -> Iterator[Tensor]:
         yield from tensors_of(output)
 
 
+def detect(model: nn.Module, batch: Batch, size: Size, context: EvalContext) -> list[DetectedObject]:
+    """Returns the objects that a model in eval mode detects in the only image of a batch, in pixels of that image.
+
+    size: its (height, width) before it was resized.
+    """
+    imgs, sizes, *_ = batch
+    imgs = context.normalize(imgs.to(context.device, non_blocking=True))
+    imgs = pad_with_zeros(imgs, sizes)
+    with context.autocast():
+        (detections,) = model(imgs, sizes)
+    return detections_in_image(detections, sizes[0], size)
+
+
 @torch.no_grad()
 def detect_all(
     model: nn.Module,
@@ -121,13 +134,8 @@ def detect_all(
     model.eval()
     with count_non_finite(model, device) as num_bad:
         for index, batch in zip(share_of_rank(indices).tolist(), loaded, strict=True):
-            imgs, sizes, *_ = batch
-            imgs = context.normalize(imgs.to(device, non_blocking=True))
-            imgs = pad_with_zeros(imgs, sizes)
-            with context.autocast():
-                (detections,) = model(imgs, sizes)
-            size = tuple(images.sizes[index].tolist())
-            objects = detections_in_image(detections, sizes[0], size)
+            height, width = images.sizes[index].tolist()
+            objects = detect(model, batch, (height, width), context)
             results += coco_results(objects, int(images.ids[index]), category_ids)
             if len(shown) < num_pictures:
                 pixels, _ = images.load(index)

@@ -107,33 +107,108 @@ def window_starts(length: int, window: int, stride: int) -> list[int]:
     return [*range(0, last, stride), last]
 
 
+class Block(NamedTuple):
+    """A part of an image that no further window covers. logits: the mean of all windows, [K, rows, columns]."""
+
+    rows: slice
+    columns: slice
+    logits: Tensor
+
+
 def slide_logits(predict: Callable[[Tensor], Tensor], img: Tensor, window: Size, stride: int) -> Tensor:
     """Returns the mean logits [K, H, W] of all windows that cover each pixel of a normalised image [C, H, W].
 
-    predict: `predict(imgs [n, C, *window]) -> logits [n, K, h, w]`, which are resized to the window; n is at most
-    MAX_WINDOWS. An image smaller than the window is padded with zeros at the bottom and the right.
+    predict, window, stride: see `slide_blocks`.
     """
     height, width = img.shape[-2:]
+    logits: Tensor | None = None
+    for block in slide_blocks(predict, lambda rows, columns: img[:, rows, columns], (height, width), window, stride):
+        if logits is None:
+            logits = block.logits.new_empty(len(block.logits), height, width)
+        logits[:, block.rows, block.columns] = block.logits
+    assert logits is not None
+    return logits
+
+
+def slide_blocks(
+    predict: Callable[[Tensor], Tensor],
+    read: Callable[[slice, slice], Tensor],
+    size: Size,
+    window: Size,
+    stride: int,
+    wanted: slice | None = None,
+) -> Iterator[Block]:
+    """Yields the mean logits of an image, row by row. Blocks lie between the places where windows begin.
+
+    Beside a batch of windows, the sums of as many rows as a window has are held.
+
+    predict: `predict(imgs [n, C, *window]) -> logits [n, K, h, w]`, which are resized to the window; n is at most
+    MAX_WINDOWS. read: `read(rows, columns)` returns that part of the normalised image, [C, h, w]. size: (height, width)
+    of the image. One smaller than the window is padded with zeros at the bottom and the right. wanted: columns that are
+    yielded, which begin where a window does (default: all).
+    """
+    height, width = size
     window_height, window_width = window
-    img = F.pad(img, (0, max(0, window_width - width), 0, max(0, window_height - height)))
-    padded_height, padded_width = img.shape[-2:]
-    boxes = []
-    for top in window_starts(padded_height, window_height, stride):
-        rows = slice(top, top + window_height)
-        for left in window_starts(padded_width, window_width, stride):
-            columns = slice(left, left + window_width)
-            boxes.append((rows, columns))
-    windows = [img[:, rows, columns] for rows, columns in boxes]
-    logits: list[Tensor] = []
-    for first in range(0, len(windows), MAX_WINDOWS):
-        batch = torch.stack(windows[first : first + MAX_WINDOWS])
-        logits += predict(batch).float()
-    count = torch.zeros(padded_height, padded_width, device=img.device)
-    total = count.new_zeros(len(logits[0]), padded_height, padded_width)
-    for (rows, columns), values in zip(boxes, logits, strict=True):
-        total[:, rows, columns] += resize_logits(values, window)
-        count[rows, columns] += 1
-    return (total / count)[:, :height, :width]
+    tops = window_starts(height, window_height, stride)
+    all_lefts = window_starts(width, window_width, stride)
+    if wanted is None:
+        wanted = slice(0, max(width, window_width))
+    lefts = [left for left in all_lefts if wanted.start < left + window_width and left < wanted.stop]
+    row_counts = count_windows(tops, window_height)
+    column_counts = count_windows(all_lefts, window_width)
+    ends_below = dict(zip(tops, [*tops[1:], tops[-1] + window_height], strict=True))
+    ends_right = dict(zip(lefts, [*lefts[1:], wanted.stop], strict=True))
+    boxes = [(top, left) for top in tops for left in lefts]
+    held_width = lefts[-1] + window_width - lefts[0]
+    sums: Tensor | None = None  # [K, window_height, held_width]; row r of the image is row r % window_height
+    for first in range(0, len(boxes), MAX_WINDOWS):
+        batch = boxes[first : first + MAX_WINDOWS]
+        parts = []
+        for top, left in batch:
+            rows = slice(top, min(top + window_height, height))
+            columns = slice(left, min(left + window_width, width))
+            parts.append(read(rows, columns))
+        imgs = pad_and_stack(parts, window)
+        del parts  # they may be large
+        logits = predict(imgs).float()
+        del imgs
+        if sums is None:
+            sums = logits.new_zeros(logits.shape[1], window_height, held_width)
+        for (top, left), values in zip(batch, logits, strict=True):
+            resized = resize_logits(values, window)
+            turn = top % window_height
+            held = sums[:, :, left - lefts[0] : left - lefts[0] + window_width]
+            held[:, turn:] += resized[:, : window_height - turn]
+            held[:, :turn] += resized[:, window_height - turn :]
+            # No later window covers this one up to where the next ones begin.
+            bottom = ends_below[top]
+            right = ends_right[left]
+            places = torch.arange(top, bottom, device=sums.device) % window_height
+            total = held[:, places, : right - left]
+            held[:, places, : right - left] = 0
+            if left < wanted.start:
+                continue  # the sums lack windows further left
+            counts = row_counts[top:bottom, None] * column_counts[left:right]
+            mean = total / counts.to(total.device)
+            rows = slice(top, min(bottom, height))
+            columns = slice(left, min(right, width))
+            yield Block(rows, columns, mean[:, : rows.stop - top, : columns.stop - left])
+
+
+def pad_and_stack(parts: Sequence[Tensor], size: Size) -> Tensor:
+    """Returns images [C, h, w] as a batch [n, C, *size], with zeros at the bottom and the right."""
+    imgs = parts[0].new_zeros(len(parts), len(parts[0]), *size)
+    for img, part in zip(imgs, parts, strict=True):
+        img[:, : part.shape[1], : part.shape[2]] = part
+    return imgs
+
+
+def count_windows(starts: Sequence[int], window: int) -> Tensor:
+    """Returns how many windows cover each place of an axis, float."""
+    counts = torch.zeros(starts[-1] + window)
+    for start in starts:
+        counts[start : start + window] += 1
+    return counts
 
 
 def resize_logits(logits: Tensor, size: Size) -> Tensor:

@@ -347,10 +347,14 @@ def refuse_two_spellings(root: Path, names: Sequence[str]) -> None:
 def list_images(root: Path, name: str, unread: Counter[str]) -> list[str]:
     """Returns the images in ROOT/`name` and all folders below it, relative to ROOT, in torchvision's order.
 
+    name: "" for all of ROOT.
+
     Links are followed, but each folder is read once. So a link that leads back to a parent folder ends.
     unread: counts the files that are not read.
     """
-    seen = {os.path.realpath(root)}
+    seen: set[str] = set()
+    if name:
+        seen.add(os.path.realpath(root))
     found: list[tuple[str, list[str]]] = []
     for path, folders, files in os.walk(os.path.join(root, name), onerror=raise_error, followlinks=True):
         real = os.path.realpath(path)
@@ -371,7 +375,7 @@ def list_images(root: Path, name: str, unread: Counter[str]) -> list[str]:
         unread.update(count_unread(others))
         found.append((os.path.relpath(path, root), images))
     found.sort()
-    return [os.path.join(folder, image) for folder, images in found for image in images]
+    return [os.path.normpath(os.path.join(folder, image)) for folder, images in found for image in images]
 
 
 def raise_error(error: OSError) -> None:
