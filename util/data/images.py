@@ -234,6 +234,36 @@ class EncodedImages(Images):
             for i in good[::step]:
                 self.load(i)
 
+    def choose_format(self, large_format: Callable[[int], PixelFormat] | None = None) -> None:
+        """Finds out the `pixel_format` from the first image that has `in_chans` channels, whatever others have.
+
+        For programs that name each image that they cannot read, and go on. large_format: returns the format of an image
+        that is read in parts, or raises ImageError. ImageError if no image can be read.
+        """
+        problem = f"{str(self.root)!r} holds no images"
+        for i in range(len(self)):
+            is_whole = True
+            try:
+                pixels, _ = self.read_header(i)
+            except (FormatError, ImageError) as error:
+                problem = f"no image can be used; the last one: {error}"
+                if large_format is None:
+                    continue
+                is_whole = False
+                try:
+                    pixels = large_format(i)
+                except ImageError:
+                    continue
+            if pixels.channels != self.in_chans:
+                problem = f"no image can be used; the last one: {self._describe_other_channels(i, pixels, [])}"
+                continue
+            self.pixel_format = pixels
+            self.invalid.check_type(pixels)
+            if is_whole:
+                self._note_lost([i])
+            return
+        raise ImageError(problem)
+
     def read_header(self, i: int) -> Header:
         """Returns format and size of image i. ImageError if it cannot be read, FormatError if such files are never."""
         try:

@@ -1,0 +1,176 @@
+"""Detected objects in images without annotations.
+
+    OUT/detections.json      COCO's results: image_id, category_id, score, bbox and, from Mask R-CNN, segmentation
+    OUT/images.json          the images (id, file_name, height, width) and categories, in COCO's format
+    OUT/pictures/NAME.png    the likely objects of the first images
+
+pycocotools and others load both: `COCO("images.json").loadRes("detections.json")`.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from downstream.detection.annotations import read_json
+from downstream.detection.data import DetectionSample, PadAndStack, ResizeForDetection
+from downstream.detection.engine_detection import count_non_finite, detect
+from downstream.detection.models import TrainedDetector
+from downstream.detection.objects import DetectedObject, coco_results
+from downstream.detection.pictures import MIN_SCORE, draw_objects
+from downstream.pictures import as_picture
+from util.data.images import EncodedImages
+from util.data.transforms import Size
+from util.evaluate.loop import EvalContext
+from util.evaluate.predictions import PartFiles, Progress, name_of, output_paths, prepared_batches
+from util.pictures import save
+from util.run.files.reports import write_json
+from util.text import shorten
+
+RESULTS = "detections.json"
+IMAGES = "images.json"
+FORMAT_ERROR = "--image_ids {!r} is no JSON file with `images`, each with an `id` and a `file_name`: {}"
+
+
+class Seen(NamedTuple):
+    """An image as the model sees it, and its own size. whole: [C, H, W] as stored."""
+
+    sample: DetectionSample
+    size: Size
+    whole: Tensor
+
+
+class View:
+    """Resizes images for the model, so that their longer side has `side` pixels."""
+
+    def __init__(self, side: int) -> None:
+        self.resize = ResizeForDetection(side)
+
+    def __call__(self, img: Tensor) -> Seen:
+        return Seen(self.resize(img), (img.shape[1], img.shape[2]), img.contiguous())
+
+
+def read_ids(path: str | Path) -> dict[str, int]:
+    """Returns the ids of images by their `file_name` in a COCO-style JSON file, which may have no annotations."""
+    content = read_json(Path(path))
+    try:
+        return {image["file_name"]: int(image["id"]) for image in content["images"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(FORMAT_ERROR.format(str(path), repr(error))) from error
+
+
+def choose_ids(images: EncodedImages, path: str | None) -> dict[str, int]:
+    """Returns the id of each image by its name: that in the file at `path`, or else its place, from 1.
+
+    ValueError if the file lacks images.
+    """
+    names = [name_of(images, i) for i in range(len(images))]
+    if path is None:
+        return {name: i for i, name in enumerate(names, 1)}
+    known = read_ids(path)
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise ValueError(
+            f"--image_ids {path!r} has no id for {len(missing)} of {len(names)} images: {shorten(missing)}"
+        )
+    return {name: known[name] for name in names}
+
+
+class Detections:
+    """Predicts and writes the objects of images. ids: of each image, by its name."""
+
+    def __init__(
+        self,
+        trained: TrainedDetector,
+        images: EncodedImages,
+        out: Path,
+        context: EvalContext,
+        ids: Mapping[str, int],
+        num_pictures: int = 0,
+    ) -> None:
+        self.model = trained.model.to(context.device)
+        self.categories: Sequence[tuple[int, str]] = trained.settings["categories"]
+        self.images = images
+        self.out = out
+        self.context = context
+        self.ids = ids
+        self.num_pictures = num_pictures
+        self.picture_paths = output_paths(out / "pictures", images, lambda name: ".png")
+        self.parts = PartFiles(out)
+        self.parts.add_finished(self.read_finished())
+
+    def read_finished(self) -> dict[str, Any]:
+        """Returns the results that an earlier start has written at its end."""
+        if not (self.out / RESULTS).exists() or not (self.out / IMAGES).exists():
+            return {}
+        name_of_id = {}
+        found: dict[str, Any] = {}
+        for image in read_json(self.out / IMAGES)["images"]:
+            name_of_id[image["id"]] = image["file_name"]
+            found[image["file_name"]] = {"size": [image["height"], image["width"]], "results": []}
+        for result in read_json(self.out / RESULTS):
+            found[name_of_id[result["image_id"]]]["results"].append(result)
+        return found
+
+    def missing(self) -> list[int]:
+        """Returns the images without results."""
+        return [i for i in range(len(self.images)) if name_of(self.images, i) not in self.parts.results]
+
+    def write_missing(self, progress: Progress) -> None:
+        """Predicts the images that are missing, and writes both files. FloatingPointError if outputs are not finite."""
+        try:
+            self.predict(self.missing(), progress)
+        finally:
+            self.parts.save()
+        self.join()
+
+    @torch.no_grad()
+    def predict(self, indices: list[int], progress: Progress) -> None:
+        """Adds the objects of images to the parts."""
+        side = self.model.img_size[0]
+        category_ids = [category for category, _ in self.categories]
+        stack = PadAndStack(side)
+        context = self.context.one_by_one()
+        with count_non_finite(self.model, context.device) as num_bad:
+            for batch in prepared_batches(self.images, indices, View(side), context, progress):
+                for i, seen in batch:
+                    objects = detect(self.model, stack([(seen.sample,)]), seen.size, context)
+                    if num_bad > 0:
+                        raise FloatingPointError(
+                            f"the outputs of the model are not finite for {self.images.path(i)!r}: try --precision "
+                            "fp32, and check --std"
+                        )
+                    if i < self.num_pictures:
+                        self.write_picture(i, seen.whole, objects)
+                    name = name_of(self.images, i)
+                    results = coco_results(objects, self.ids[name], category_ids)
+                    self.parts.add(name, {"size": list(seen.size), "results": results})
+
+    def write_picture(self, i: int, img: Tensor, objects: Sequence[DetectedObject]) -> None:
+        """Writes a picture of the likely objects of an image [C, H, W] as stored."""
+        normalized = self.context.normalize(img.to(self.context.device))
+        likely = [detected for detected in objects if (detected.score or 0) >= MIN_SCORE]
+        names = [name for _, name in self.categories]
+        path = self.picture_paths[i]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture = as_picture(normalized, self.context.normalize, img.isnan())
+        save(draw_objects(picture, likely, names), path)
+
+    def join(self) -> None:
+        """Writes the results of all images, and the images."""
+        images = []
+        results = []
+        for name, image_id in sorted(self.ids.items(), key=lambda item: item[1]):
+            found = self.parts.results.get(name)
+            if found is None:
+                continue
+            height, width = found["size"]
+            images.append({"id": image_id, "file_name": name, "height": height, "width": width})
+            for result in found["results"]:
+                results.append({**result, "image_id": image_id})
+        categories = [{"id": category, "name": name} for category, name in self.categories]
+        write_json(self.out / IMAGES, {"images": images, "annotations": [], "categories": categories})
+        write_json(self.out / RESULTS, results)
+        self.parts.remove()

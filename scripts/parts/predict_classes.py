@@ -1,0 +1,95 @@
+"""Class probabilities of images without labels: OUT/predictions.csv, as `main_finetune.py --predictions` writes it."""
+
+import csv
+from pathlib import Path
+
+import torch
+
+from encoders.classifiers import Classifier
+from engine_finetune import format_probabilities, write_rows
+from util.data.images import EncodedImages
+from util.data.invalid_pixels import transform_valid
+from util.data.transforms import ResizeCenterCrop
+from util.evaluate.loop import EvalContext
+from util.evaluate.predictions import PartFiles, Progress, prepared_batches
+
+RESULTS = "predictions.csv"
+
+
+class View:
+    """Crops images as the evaluation does."""
+
+    def __init__(self, crop: ResizeCenterCrop, has_invalid: bool) -> None:
+        self.crop = crop
+        self.has_invalid = has_invalid
+
+    def __call__(self, img: torch.Tensor) -> torch.Tensor:
+        """Crops [C, H, W] as stored."""
+        if self.has_invalid:
+            return transform_valid(self.crop, img, 0, 0)
+        return self.crop(img)
+
+
+class Probabilities:
+    """Predicts and writes the probabilities of images."""
+
+    def __init__(
+        self, classifier: Classifier, images: EncodedImages, out: Path, context: EvalContext, use_pillow: bool
+    ) -> None:
+        settings = classifier.settings
+        self.model = classifier.model.to(context.device)
+        self.classes = class_names(classifier)
+        self.images = images
+        self.path = out / RESULTS
+        self.context = context
+        crop = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], use_pillow)
+        self.view = View(crop, images.pixel_format.has_invalid)
+        self.parts = PartFiles(out)
+        self.parts.add_finished(self.read_finished())
+
+    def read_finished(self) -> dict[str, list[str]]:
+        """Returns the results that an earlier start has written at its end."""
+        if not self.path.exists():
+            return {}
+        with open(self.path, newline="", encoding="utf-8") as file:
+            _, *rows = csv.reader(file)
+        return {path: numbers for path, _, *numbers in rows}
+
+    def missing(self) -> list[int]:
+        """Returns the images without results."""
+        return [i for i in range(len(self.images)) if self.images.path(i) not in self.parts.results]
+
+    def write_missing(self, progress: Progress) -> None:
+        """Predicts the images that are missing, and writes the file. FloatingPointError if logits are not finite."""
+        try:
+            self.predict(self.missing(), progress)
+        finally:
+            self.parts.save()
+        rows = []
+        for i in range(len(self.images)):
+            path = self.images.path(i)
+            if path in self.parts.results:
+                rows.append([path, "", *self.parts.results[path]])  # the class is not known
+        write_rows(self.path, self.classes, rows)
+        self.parts.remove()
+
+    @torch.no_grad()
+    def predict(self, indices: list[int], progress: Progress) -> None:
+        """Adds the probabilities of images to the parts."""
+        size = self.view.crop.size
+        for batch in prepared_batches(self.images, indices, self.view, self.context, progress, size):
+            imgs = torch.stack([img for _, img in batch]).to(self.context.device, non_blocking=True)
+            with self.context.autocast():
+                logits = self.model(self.context.normalize(imgs)).float()
+            if not logits.isfinite().all():
+                raise FloatingPointError("the logits are not finite: try --precision fp32, and check --mean and --std")
+            probabilities = logits.softmax(dim=1).cpu()
+            for (i, _), row in zip(batch, probabilities, strict=True):
+                self.parts.add(self.images.path(i), format_probabilities(row))
+
+
+def class_names(classifier: Classifier) -> list[str]:
+    """Returns the names of the classes; their numbers, if the file has none."""
+    if classifier.info.classes:
+        return classifier.info.classes
+    return [str(k) for k in range(classifier.settings["nb_classes"])]

@@ -1,0 +1,196 @@
+"""Predict classes, label maps or objects of images, by a finished run of any task.
+
+    python scripts/predict.py output/bands_finetuned data/few/val --out output/predicted
+    python scripts/predict.py output/parts scene.tif --keep_size --out output/maps
+    python scripts/predict.py output/coco images.txt --out output/objects
+
+RUN is the folder of a run or a checkpoint: of main_finetune.py (or a classifier of MAE, timm or Transformers), of
+main_segmentation.py or of main_detection.py. IMAGES is a folder, in which all images are found whatever folders they
+are in, a folder of tar shards, a tar, a text file with a path on each line, or an image. Labels are not needed. Images
+are seen as in the evaluation of the run.
+
+classifier     OUT/predictions.csv: the probability of each class. The column `class` is empty.
+segmentation   OUT/labels/NAME.png: label maps in the size of the image, with the values of the training's label files;
+               for TIFFs NAME.tif, in tiles and with the geo tags. TIFFs of any size are predicted part by part, if
+               --keep_size is given. OUT/pictures: overlays.
+detection      OUT/detections.json: COCO's results. OUT/images.json: the ids of the images. OUT/pictures.
+
+OUT/predict.json says which model predicted. The same command again continues with the images that are missing. An
+image that cannot be read is named and left out; the exit code is then 1.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from downstream.detection.masks import coco_masks
+from downstream.detection.models import load_detector
+from downstream.detection.predict_objects import Detections, choose_ids
+from downstream.segmentation.models import load_segmenter
+from downstream.segmentation.predict_labels import LabelMaps, describe_labels
+from encoders.classifiers import load_classifier, note_on_view
+from scripts.parts.predict_classes import Probabilities
+from util.code_version import code_version
+from util.data.images import EncodedImages
+from util.data.invalid_pixels import InvalidPixels
+from util.data.large_tiffs import format_of_large
+from util.data.statistics import normalizer
+from util.evaluate.predictions import Predictor, Progress, open_unlabelled, write_record
+from util.evaluate.session import Session, evaluation_session
+from util.run.cli import Parser, run_program
+from util.run.files.checkpoint import read_info
+from util.run.files.record import without_marks
+from util.run.processes.distributed import PRECISIONS, precision
+from util.run.start.flags import add_all_valid_flag
+from util.run.start.resume import find_encoder
+from util.text import count_of
+
+PROGRAM = "predict.py"
+
+
+def get_args_parser() -> Parser:
+    """Returns the parser of all flags."""
+    parser = Parser(PROGRAM, description=__doc__)
+    flag = parser.add_argument
+    flag("run", metavar="RUN", help="folder of a run, or a checkpoint")
+    flag("images", metavar="IMAGES", help="folder, tars, list of paths, or an image")
+    flag("--out", required=True, type=Path, metavar="FOLDER", help="folder of the predictions")
+    flag(
+        "--keep_size",
+        action="store_true",
+        help="segmentation: do not scale images into --image_scale of the run, for scenes of which it saw tiles",
+    )
+    flag(
+        "--image_ids",
+        metavar="FILE.json",
+        help="detection: COCO-style file whose ids the images get, by file name (default: 1, 2, ...)",
+    )
+    flag("--num_pictures", type=int, default=20, at_least=0, help="images of a dense task that are shown in a picture")
+    add_all_valid_flag(parser)
+    flag("--batch_size", type=int, default=64, at_least=1, help="images of a classifier per batch; dense tasks: one")
+    flag(
+        "--num_workers",
+        type=int,
+        at_least=0,
+        help="processes that read images (default: the number of cores less one, from 1 to 32)",
+    )
+    flag("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if there is one")
+    flag(
+        "--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, fp32 on a CPU"
+    )
+    return parser
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """ValueError if --out cannot be used."""
+    if args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"--out {str(args.out)!r} is a file: give a folder")
+    if args.out.resolve().is_relative_to(Path(args.images).resolve()):
+        raise ValueError(
+            f"--out {str(args.out)!r} lies inside the images, where it would be read: choose another place"
+        )
+
+
+def open_images(args: argparse.Namespace, settings: Mapping[str, Any], is_in_parts: bool) -> EncodedImages:
+    """Opens the images as the run's were read. ValueError if there are none that the model takes.
+
+    is_in_parts: large images are read in parts.
+    """
+    invalid = InvalidPixels.from_settings(settings)
+    invalid.check(settings["in_chans"])
+    images = open_unlabelled(
+        args.images, in_chans=settings["in_chans"], use_pillow=uses_pillow(settings), invalid=invalid
+    )
+    large_format = None
+    if is_in_parts:
+        large_format = partial(format_of_large, images)
+    images.choose_format(large_format)
+    return images
+
+
+def uses_pillow(settings: Mapping[str, Any]) -> bool:
+    return settings.get("loader") == "reference"
+
+
+def refuse_other_tasks(args: argparse.Namespace, task: str) -> None:
+    """ValueError if a flag is given that belongs to another task than that of the run."""
+    if args.keep_size and task != "segmentation":
+        raise ValueError(f"--keep_size is for segmentation, and {args.run!r} is a model of {task}: leave it out")
+    if args.image_ids and task != "detection":
+        raise ValueError(f"--image_ids is for detection, and {args.run!r} is a model of {task}: leave it out")
+
+
+def make_predictor(args: argparse.Namespace, session: Session) -> Predictor:
+    """Returns what predicts the images that the flags name, by the model of the run. It writes the record."""
+    if not Path(args.run).exists():
+        raise ValueError(f"RUN {args.run!r} does not exist: give a checkpoint, or the folder of a run")
+    weights = find_encoder(args.run, False, "run")
+    assert weights is not None
+    settings_of_run = read_info(weights.path).settings
+    task = "classification"
+    if "categories" in settings_of_run:
+        task = "detection"
+    elif "head" in settings_of_run:
+        task = "segmentation"
+    refuse_other_tasks(args, task)
+
+    trained: Any
+    facts: dict[str, Any] = {"task": task, "checkpoint": weights.path, "code": code_version()}
+    if task == "detection":
+        coco_masks()  # refuses to go on without the library
+        trained = load_detector(weights.path)
+    elif task == "segmentation":
+        trained = load_segmenter(weights.path)
+        facts |= describe_labels(trained)
+    else:
+        trained = load_classifier(weights.path)
+        session.print(*note_on_view(trained.settings, args.run))
+    settings = trained.settings
+    if args.all_valid:
+        settings = without_marks(settings)
+    images = open_images(args, settings, task == "segmentation")
+    context = session.make_context(args, normalizer(settings, images.pixel_format), args.batch_size)
+    session.print(f"{task} by {weights.path}: {count_of(len(images), 'image')} in {images.root}", *images.notes)
+    chosen = {
+        "model": weights.sha256,
+        "images": str(Path(args.images).resolve()),
+        "keep_size": args.keep_size,
+        "all_valid": args.all_valid,
+        "precision": precision(args.precision, context.device).name,
+    }
+    write_record(args.out, chosen, facts)
+    if task == "detection":
+        ids = choose_ids(images, args.image_ids)
+        return Detections(trained, images, args.out, context, ids, args.num_pictures)
+    if task == "segmentation":
+        return LabelMaps(trained, images, args.out, context, args.keep_size, args.num_pictures)
+    return Probabilities(trained, images, args.out, context, uses_pillow(settings))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Predicts the images that are missing. The exit code is 1 if some cannot be read."""
+    parser = get_args_parser()
+    args = parser.parse_args(argv)
+    with evaluation_session(parser, args, args.out, check_flags) as session:
+        if session.process.world_size > 1:
+            raise ValueError("it runs in one process: start one for each part of the images, with an --out of its own")
+        predictor = make_predictor(args, session)
+        num_images = len(predictor.images)
+        progress = Progress(num_images, num_images - len(predictor.missing()))
+        try:
+            predictor.write_missing(progress)
+        finally:
+            progress.close()
+        num_written = num_images - len(predictor.missing())
+        session.print(f"predicted {num_written} of {count_of(num_images, 'image')}: {args.out}")
+    if progress.num_unreadable:
+        parser.exit(1, f"{PROGRAM}: error: {count_of(progress.num_unreadable, 'image')} cannot be read\n")
+
+
+if __name__ == "__main__":
+    run_program(main, PROGRAM)

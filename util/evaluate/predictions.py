@@ -1,0 +1,261 @@
+"""Predictions for images without labels: which images, how far a program is, and what it cannot read.
+
+A program that is started again continues after what it has written. Outputs of single images have their own files.
+`PartFiles` keeps what becomes one file at the end.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from util.data.datasets import Address
+from util.data.folders import LAYOUT, is_image, list_folder, list_images, note_unread
+from util.data.images import EncodedImages, ImageError, ImageFiles, MissingImage, find_storage_error
+from util.data.loader import Loader
+from util.data.tars import open_tars
+from util.data.transforms import Size, to_tensor
+from util.evaluate.loop import EvalContext
+from util.evaluate.results import describe_changes
+from util.run.files.reports import write_json
+from util.text import count_of, printable
+
+RECORD = "predict.json"
+PARTS = ".parts"
+IMAGES_PER_PART = 200
+
+
+# ------------------------------------------------------------------------------------------------------------- images
+
+
+def open_unlabelled(path: str | Path, **options: Any) -> EncodedImages:
+    """Returns all images of a folder and the folders in it, of its tars, of a tar, of a text file of paths, or one.
+
+    A path in a text file is relative to the working folder. options: `in_chans`, `use_pillow` and `invalid` of
+    `EncodedImages`. ValueError if there are none.
+    """
+    path = Path(path)
+    if path.is_dir():
+        unread: Counter[str] = Counter()
+        names = list_images(path, "", unread)
+        if names:
+            return ImageFiles(path, [(name, 0) for name in names], [], note_unread(unread), **options)
+        tars = [path / name for name in list_folder(path).tars]
+        if tars:
+            return open_tars(tars, **options)
+        raise ValueError(f"{str(path)!r} holds no image; {LAYOUT}")
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r} does not exist: give a folder of images, a tar, a list of paths, or an image")
+    if path.suffix == ".tar":
+        return open_tars([path], **options)
+    paths = [path]
+    if not is_image(path.name):
+        paths = read_list(path)
+    absolute = [os.path.abspath(listed) for listed in paths]
+    root = os.path.commonpath([os.path.dirname(listed) for listed in absolute])
+    samples = [(os.path.relpath(listed, root), 0) for listed in dict.fromkeys(absolute)]
+    return ImageFiles(root, samples, [], **options)
+
+
+def read_list(path: Path) -> list[Path]:
+    """Returns the paths in a text file with one on each line. ValueError if it is no such file."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is no image, no tar, and no text file with a path on each line") from error
+    paths = [Path(line.strip()) for line in lines if line.strip()]
+    if not paths:
+        raise ValueError(f"{str(path)!r} lists no image")
+    return paths
+
+
+def name_of(images: EncodedImages, i: int) -> str:
+    """Returns the name of an image: its path in the folder, or that of its member in a tar."""
+    return os.fsdecode(bytes(images.names[i]))
+
+
+def output_paths(folder: Path, images: EncodedImages, ending: Callable[[str], str]) -> list[Path]:
+    """Returns where the output of each image is written: in `folder`, under its name with another ending.
+
+    ending: returns the ending for an image's name. ValueError if two images would share a file.
+    """
+    paths = []
+    first: dict[Path, str] = {}
+    for i in range(len(images)):
+        name = name_of(images, i)
+        path = folder / Path(name).with_suffix(ending(name))
+        if path in first:
+            raise ValueError(f"{first[path]!r} and {name!r} would both be written to {str(path)!r}: rename one")
+        first[path] = name
+        paths.append(path)
+    return paths
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+class Progress:
+    """Counts the images of a program, shows a bar on a terminal, and names what cannot be read on stderr."""
+
+    def __init__(self, num_images: int, num_done: int) -> None:
+        """num_done: images whose outputs are there already."""
+        if num_done:
+            print(f"already done: {num_done} of {count_of(num_images, 'image')}", flush=True)
+        self.num_unreadable = 0
+        self.bar = tqdm(total=num_images, initial=num_done, unit="image", disable=not sys.stderr.isatty())
+
+    def step(self, num_images: int) -> None:
+        self.bar.update(num_images)
+
+    def fail(self, message: str) -> None:
+        """Names an image that cannot be read."""
+        self.num_unreadable += 1
+        tqdm.write(f"not predicted: {printable(message)}", file=sys.stderr)
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+class Unreadable(NamedTuple):
+    """Stands for an image that cannot be read."""
+
+    message: str
+
+
+class PreparedImages(torch.utils.data.Dataset):
+    """`dataset[(epoch, i)]` returns (i, `prepare` of image i [C, H, W] as stored), or (i, Unreadable)."""
+
+    def __init__(self, images: EncodedImages, prepare: Callable[[Tensor], Any]) -> None:
+        self.images = images
+        self.prepare = prepare
+
+    def __getitem__(self, address: Address) -> tuple[int, Any]:
+        _, i = address
+        try:
+            pixels, _ = self.images.load(i)
+        except ImageError as error:
+            storage_error = None
+            if isinstance(error, MissingImage):
+                storage_error = find_storage_error(self.images)
+            if storage_error is not None:
+                raise storage_error from error
+            return i, Unreadable(str(error))
+        return i, self.prepare(to_tensor(pixels))
+
+
+def prepared_batches(
+    images: EncodedImages,
+    indices: Sequence[int],
+    prepare: Callable[[Tensor], Any],
+    context: EvalContext,
+    progress: Progress,
+    largest: Size | None = None,
+) -> Iterator[list[tuple[int, Any]]]:
+    """Yields the readable images in batches: (index, what `prepare` returns), made by the context's workers.
+
+    Others are named, and left out. largest: the largest (height, width) that `prepare` returns, if it is known.
+    """
+    addresses = []
+    for first in range(0, len(indices), context.batch_size):
+        addresses.append([(0, i) for i in indices[first : first + context.batch_size]])
+    batch_bytes = 0
+    if largest is not None:
+        batch_bytes = images.pixel_format.pixel_bytes * largest[0] * largest[1] * context.batch_size
+    loaded = Loader(
+        PreparedImages(images, prepare),
+        addresses,
+        list,
+        num_workers=context.num_workers,
+        for_gpu=context.device.type == "cuda",
+        batch_bytes=batch_bytes,
+    )
+    try:
+        for batch in loaded:
+            readable = []
+            for i, sample in batch:
+                if isinstance(sample, Unreadable):
+                    progress.fail(sample.message)
+                else:
+                    readable.append((i, sample))
+            if readable:
+                yield readable
+            progress.step(len(readable))
+    finally:
+        loaded.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ outputs
+
+
+class Predictor(Protocol):
+    """What a program needs of the predictions of a task."""
+
+    images: EncodedImages
+
+    def missing(self) -> list[int]:
+        """Returns the images without predictions."""
+
+    def write_missing(self, progress: Progress) -> None:
+        """Predicts them, and writes all that is to be written."""
+
+
+def write_record(folder: Path, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Writes what predicts into RECORD of a folder. facts: further entries.
+
+    ValueError if the folder holds predictions of another model, or with other settings.
+    """
+    path = folder / RECORD
+    if path.exists():
+        try:
+            before = json.loads(path.read_text())["settings"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{str(path)!r} is no file of this program: choose another --out") from error
+        changes = describe_changes(before, json.loads(json.dumps(settings)))
+        if changes:
+            raise ValueError(f"--out {str(folder)!r} holds other predictions ({changes}): choose another --out")
+    write_json(path, {"settings": settings, **facts})
+
+
+class PartFiles:
+    """Results of images that become one file at the end. Each part holds those of some images: {name: result}."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / PARTS
+        self.results: dict[str, Any] = {}
+        self.unsaved: dict[str, Any] = {}
+        self.num_parts = 0
+        for path in sorted(self.folder.glob("*.json")):
+            self.results |= json.loads(path.read_text())
+            self.num_parts = int(path.stem) + 1
+
+    def add_finished(self, results: Mapping[str, Any]) -> None:
+        """Adds the results of the file that an earlier start has written at its end. Parts win."""
+        self.results = {**results, **self.results}
+
+    def add(self, name: str, result: Any) -> None:
+        """Adds the result of an image, which JSON can hold."""
+        self.results[name] = result
+        self.unsaved[name] = result
+        if len(self.unsaved) == IMAGES_PER_PART:
+            self.save()
+
+    def save(self) -> None:
+        """Writes the results since the last part."""
+        if not self.unsaved:
+            return
+        self.folder.mkdir(exist_ok=True)
+        write_json(self.folder / f"{self.num_parts:08d}.json", self.unsaved)
+        self.num_parts += 1
+        self.unsaved = {}
+
+    def remove(self) -> None:
+        """Removes the parts, whose results are in one file now."""
+        shutil.rmtree(self.folder, ignore_errors=True)
