@@ -156,7 +156,7 @@ def test_a_run_whose_encoder_knew_invalid_pixels_says_so(satellite, encoder, tmp
         for split in ("train", "val"):
             save_arrays(whole / split / name, *arrays)
     finetune(whole, tmp_path / "run", "--in_chans", 13, "--finetune", encoder, "--max_steps", 1)
-    said = "note: the encoder was trained with --nodata 0.0 and --bands [[0, 1,"
+    said = "note: the encoder was trained with --nodata 0 --bands 0 1 "
     assert said in (tmp_path / "run" / "log.txt").read_text()
 
 

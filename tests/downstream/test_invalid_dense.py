@@ -168,7 +168,10 @@ def test_an_encoder_of_marked_images_is_noted(program, encoder_of_holes, tmp_pat
     assert note in (tmp_path / "out" / "log.txt").read_text()
     program(root, tmp_path / "marked", *flags, "--nodata", "nan")
     log = (tmp_path / "marked" / "log.txt").read_text()
-    assert note not in log
+    assert "the encoder was trained with" not in log
+    program(root, tmp_path / "other", *flags, "--nodata", -1)
+    note = "the encoder was trained with --nodata nan, and this run has --nodata -1"
+    assert note in (tmp_path / "other" / "log.txt").read_text()
     assert "pixel mean and deviation are those of the encoder" in log
 
 

@@ -43,6 +43,17 @@ class InvalidPixels:
         bands = tuple(tuple(channels) for channels in settings.get("bands") or ())
         return cls(nodata, settings.get("mask_band"), bands)
 
+    def __str__(self) -> str:
+        """Returns the flags that declare this."""
+        flags = []
+        if self.nodata is not None:
+            flags.append(f"--nodata {self.nodata:.10g}")
+        if self.mask_band is not None:
+            flags.append(f"--mask_band {self.mask_band}")
+        for channels in self.bands:
+            flags.append(f"--bands {' '.join(map(str, channels))}")
+        return " ".join(flags)
+
     @property
     def is_declared(self) -> bool:
         return self != ALL_VALID

@@ -9,6 +9,7 @@ import numpy as np
 
 from util.collectives import run_on_rank0
 from util.data.images import ImageError, Images, evenly_spaced
+from util.data.invalid_pixels import InvalidPixels
 from util.data.pixel_format import PixelFormat
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from util.text import count_of, shorten
@@ -121,7 +122,9 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
     highest = [Lowest() for _ in range(num_channels)]  # of the negated values
     num_read = 0
     has_invalid = False
-    for i in evenly_spaced(len(images), num_images).tolist():
+    empty_channels: set[frozenset[int]] = set()  # the channels without a valid pixel, of any image
+    indices = evenly_spaced(len(images), num_images).tolist()
+    for i in indices:
         try:
             img = images.load(i)[0]
         except ImageError:
@@ -130,6 +133,7 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
         num_read += 1
         pixels = img.reshape(-1, num_channels)
         means = pixels.mean(axis=0, dtype=np.float64)
+        empty_of_image = set()
         for c in range(num_channels):
             values = pixels[:, c].astype(np.float64)
             mean_of_image = means[c]
@@ -137,13 +141,16 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
                 has_invalid = True
                 values = values[~np.isnan(values)]
                 if not len(values):
+                    empty_of_image.add(c)
                     continue
                 mean_of_image = values.mean()
             sums[c].add(values, mean_of_image)
             lowest[c].add(values)
             highest[c].add(-values)
+        empty_channels.add(frozenset(empty_of_image))
     if not num_read:
-        raise ValueError(f"no pixel statistics: none of {num_images} images of {images.root} can be read")
+        number = count_of(len(indices), "image")
+        raise ValueError(f"no pixel statistics: none of {number} of {images.root} can be read")
     empty = [str(c) for c in range(num_channels) if not sums[c].count]
     if empty:
         problem = f"channel {shorten(empty, 10)} (counted from 0) has no valid pixel in {num_read} images"
@@ -154,16 +161,39 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
         constant = shorten([str(c) for c in np.flatnonzero(std == 0)], 10)
         problem = f"channel {constant} (counted from 0) is constant in {num_read} images of {images.root}"
         raise ValueError(f"{problem}: remove it, or give --mean and --std")
-    remarks: list[str] = []
-    nodata = images.invalid.nodata
-    if nodata is not None and not has_invalid:
-        remarks.append(f"note: --nodata {nodata:.10g} occurs in none of the {num_read} measured images")
+    remarks = note_on_marks(images.invalid, num_channels, num_read, has_invalid, empty_channels)
     if images.pixel_format.dtype != "uint8":  # in 256 values every one may be a brightness
         for c in range(num_channels):
             remarks += warn_of_fill_values(c, lowest[c], highest[c], sums[c].count)
     full_range = images.pixel_format.full_range
     statistics = ((mean / full_range).tolist(), (std / full_range).tolist())
     return Measurement(statistics, num_read, remarks)
+
+
+def note_on_marks(
+    invalid: InvalidPixels,
+    num_channels: int,
+    num_read: int,
+    has_invalid: bool,
+    empty_channels: set[frozenset[int]],
+) -> list[str]:
+    """Returns notes on what is declared invalid and occurs in no measured image.
+
+    empty_channels: the channels without a valid pixel, of any image.
+    """
+    measured = f"none of the {num_read} measured images"
+    notes: list[str] = []
+    if invalid.nodata is not None and not has_invalid:
+        notes.append(f"note: --nodata {invalid.nodata:.10g} occurs in {measured}")
+    if invalid.mask_band is not None and not has_invalid:
+        notes.append(f"note: --mask_band {invalid.mask_band} is 0 in {measured}")
+    for channels in invalid.bands:
+        absent = set(range(num_channels)).difference(channels)
+        if not any(absent <= empty for empty in empty_channels):
+            listed = " ".join(map(str, channels))
+            number = count_of(len(channels), "band")
+            notes.append(f"note: --bands {listed} is for files of {number}: {measured} is one")
+    return notes
 
 
 def measure_on_rank0(images: Images, used: Sequence[str] = NAMES) -> tuple[Statistics, list[str]]:

@@ -399,6 +399,37 @@ def test_a_mark_that_no_measured_image_has_is_said(tmp_path, nodata, is_found):
     assert (note in others) != is_found
 
 
+def remarks_on(folder, invalid):
+    """What is said of images of 4 channels beside their statistics."""
+    images = open_images("folder", folder, in_chans=4, invalid=invalid)
+    return measure_statistics(images).remarks
+
+
+def test_bands_of_which_no_measured_image_is_and_a_mask_that_is_nowhere_0_are_said(tmp_path):
+    whole = [pixels(4, "uint16", seed=i).clip(1, 65534) for i in range(3)]
+    save_arrays(tmp_path, *whole)
+    declared = InvalidPixels(bands=((0, 2), (0, 1, 3)))
+    note = "note: --bands {} is for files of {} bands: none of the 3 measured images is one"
+    assert remarks_on(tmp_path, declared) == [note.format("0 2", 2), note.format("0 1 3", 3)]
+    save_arrays(tmp_path, whole[0], whole[1], whole[2][:, :, :2])
+    assert remarks_on(tmp_path, declared) == [note.format("0 1 3", 3)]
+    masked = [np.concatenate([array, array[:, :, :1]], axis=2) for array in whole]
+    save_arrays(tmp_path, *masked)
+    note = "note: --mask_band -1 is 0 in none of the 3 measured images"
+    assert remarks_on(tmp_path, InvalidPixels(mask_band=-1)) == [note]
+    masked[2][0, 0, -1] = 0
+    save_arrays(tmp_path, *masked)
+    assert remarks_on(tmp_path, InvalidPixels(mask_band=-1)) == []
+
+
+def test_an_error_counts_the_images_that_were_tried(tmp_path):
+    images = open_images("folder", save_arrays(tmp_path, *[pixels(4, "uint16")] * 3), in_chans=4)
+    for path in tmp_path.iterdir():
+        path.write_bytes(b"no image")
+    with pytest.raises(ValueError, match="none of 3 images of"):
+        measure_statistics(images)
+
+
 def test_a_band_without_valid_pixels_has_no_statistics(tmp_path):
     arrays = [pixels(3, "uint16", seed=i) for i in range(3)]
     for array in arrays:

@@ -23,7 +23,7 @@ from util.data.open import data_settings
 from util.data.statistics import Statistics, choose_statistics
 from util.findings import EndOfCheck, collected, is_checking
 from util.run.cli import Parser, flags_chosen
-from util.run.files import checkpoint, record
+from util.run.files import checkpoint
 from util.run.files.record import CheckpointInfo, DataInfo, EncoderSource, RunInfo
 from util.run.processes.check_nodes import check_nodes
 from util.run.processes.distributed import Process, may_compile
@@ -343,16 +343,17 @@ def find_first_weights(
 
 
 def note_on_invalid(encoder: Mapping[str, Any], args: Mapping[str, Any]) -> list[str]:
-    """Returns a note if an encoder has learnt from images with invalid pixels, and nothing marks them in this run.
+    """Returns a note if an encoder has learnt from images with invalid pixels, and this run marks them otherwise.
 
     encoder: its `pixel_settings`.
     """
-    if InvalidPixels.from_settings(args).is_declared:
+    invalid = InvalidPixels.from_settings(args)
+    of_encoder = InvalidPixels.from_settings(encoder)
+    if not of_encoder.is_declared or str(invalid) == str(of_encoder):  # NaN equals nothing
         return []
-    marks = [f"--{name} {encoder[name]}" for name in record.INVALID_SETTINGS if name in encoder]
-    if not marks:
-        return []
-    return [f"note: the encoder was trained with {' and '.join(marks)}; in this run all pixels are valid"]
+    if not invalid.is_declared:
+        return [f"note: the encoder was trained with {of_encoder}; in this run all pixels are valid"]
+    return [f"note: the encoder was trained with {of_encoder}, and this run has {invalid}"]
 
 
 def describe_data(images: Any) -> DataInfo:
