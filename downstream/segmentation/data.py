@@ -286,8 +286,6 @@ class SegmentationImages(ImageFiles):
         """Returns the values in the label file and their classes, both uint8 [H, W]. Errors: see `load_labels`."""
         path = self.label_path(i)
         values = read_values(path)
-        if values.ndim != 2:
-            raise ImageError(f"{path!r} has {values.shape[2]} channels; labels must be one class index per pixel")
         try:
             return values, self.values(values)
         except ValueError as error:
@@ -295,7 +293,7 @@ class SegmentationImages(ImageFiles):
 
 
 def read_values(path: str) -> np.ndarray:
-    """Returns the values in an image file, uint8 [H, W] or [H, W, C]; ImageError if it cannot be read.
+    """Returns the values in a label file, uint8 [H, W]; ImageError if it cannot be read, or has several channels.
 
     Those of a palette are its indices, not its colours. Those of fewer than 8 bits are not scaled, and of 16 refused.
     """
@@ -309,7 +307,9 @@ def read_values(path: str) -> np.ndarray:
             if img.format == "PNG" and img.mode == "L":
                 bits = data[24]  # of the header chunk IHDR
                 values //= 255 // (2**bits - 1)  # Pillow scales grey values of 2 and 4 bits up to 255
-            return values
+    if values.ndim != 2:
+        raise ImageError(f"{path!r} has {values.shape[2]} channels; labels must be one class index per pixel")
+    return values
 
 
 def find_split(folder: Path, split: str) -> Path:

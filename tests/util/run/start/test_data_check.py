@@ -218,6 +218,19 @@ def test_binary_masks_of_which_the_foreground_is_ignored(tmp_path, check):
     assert "no pixel has the values 1, which are classes" in out
 
 
+def test_a_label_file_of_colours_is_named_and_not_counted(tmp_path, check):
+    root = write_stripes(tmp_path / "pairs")
+    files = sorted((root / "annotations" / "training").rglob("*.png"))
+    before = check(segment, root)[1]["splits"]["train"]
+    Image.open(files[-1]).convert("RGB").save(files[-1])
+    out, report = check(segment, root, would_start=False)
+    split = report["splits"]["train"]
+    assert split["label_files"] == before["label_files"] - 1 == len(files) - 1
+    (problem,) = split["unreadable_labels"]
+    assert problem.startswith(f"{str(files[-1])!r} has 3 channels")
+    assert "1 label file cannot be read" in out
+
+
 def test_classes_that_no_label_file_has(tmp_path, check):
     root = write_stripes(tmp_path / "pairs")
     out, report = check(segment, root, "--num_classes", 5)
