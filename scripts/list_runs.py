@@ -8,14 +8,14 @@
 Runs of all mains are found by the files that they leave, also in folders inside those of other runs. Nothing large is
 read. States: `runs`: a process holds the folder; `stopped`: by a signal or --max_steps, the same command goes on;
 `finished`; `failed`: with an error; `interrupted`: ended early, and the log does not say why; `unknown`: started on a
-host whose lock cannot be seen here. A setting is shown if two listed runs of one program differ in it.
+host whose lock cannot be seen here. Of its settings a row has those in which listed runs of its program differ.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -137,18 +137,25 @@ def sorted_runs(rows: Sequence[RunRow], name: str, descending: bool) -> list[Run
     return [*numbers, *texts, *rest]
 
 
-def differing_settings(rows: Sequence[RunRow]) -> list[str]:
-    """Returns the names of settings in which runs of one program differ, in the order of its flags."""
-    values: dict[str, dict[str | None, set[str]]] = {}
+def with_differing_settings(rows: Sequence[RunRow]) -> list[RunRow]:
+    """Returns the rows with those settings alone in which runs of their program differ, in the order of its flags."""
+    values: dict[tuple[str | None, str], set[str]] = {}  # of each setting of a program
     for row in rows:
         for name, value in row.settings.items():
-            if name not in COLUMNS and name != "output_dir":
-                values.setdefault(name, {}).setdefault(row.program, set()).add(json.dumps(value))
-    return [name for name, of_programs in values.items() if any(len(found) > 1 for found in of_programs.values())]
+            values.setdefault((row.program, name), set()).add(json.dumps(value))
+    shown = []
+    for row in rows:
+        settings = {}
+        for name, value in row.settings.items():
+            differs = len(values[row.program, name]) > 1
+            if differs and name not in COLUMNS and name != "output_dir":
+                settings[name] = value
+        shown.append(replace(row, settings=settings))
+    return shown
 
 
-def table_of(rows: Sequence[RunRow], names: Sequence[str]) -> str:
-    """Returns the table for eyes, without columns that are empty. names: of the settings that are shown."""
+def table_of(rows: Sequence[RunRow]) -> str:
+    """Returns the table for eyes, without columns that are empty."""
     cells = []
     for row in rows:
         step = text_of(row.step)
@@ -168,7 +175,7 @@ def table_of(rows: Sequence[RunRow], names: Sequence[str]) -> str:
         knn = ""
         if row.knn is not None:
             knn = f"{row.knn:.2f}"
-        settings = [f"{name} {text_of(row.settings[name])}" for name in names if name in row.settings]
+        settings = [f"{name} {text_of(value) or 'none'}" for name, value in row.settings.items()]
         cells.append(
             {
                 "run": row.run,
@@ -189,27 +196,18 @@ def table_of(rows: Sequence[RunRow], names: Sequence[str]) -> str:
     return markdown_table(titles, [[row[title] for title in titles] for row in cells], left=3, pad=True)
 
 
-def records_of(rows: Sequence[RunRow], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns the columns of each run, and of its settings those in which runs differ."""
-    records = []
-    for row in rows:
-        record = asdict(row)
-        record["settings"] = {name: row.settings[name] for name in names if name in row.settings}
-        records.append(record)
-    return records
-
-
 def text_of_runs(rows: Sequence[RunRow], form: str) -> str:
     """Returns what is printed."""
-    names = differing_settings(rows)
+    shown = with_differing_settings(rows)
+    records = [asdict(row) for row in shown]
     if form == "json":
-        return json.dumps(records_of(rows, names), indent=1)
+        return json.dumps(records, indent=1)
     if form == "csv":
-        records = records_of(rows, names)
+        names = dict.fromkeys(name for row in shown for name in row.settings)
         return csv_text([*COLUMNS, *names], [{**record, **record["settings"]} for record in records]).rstrip("\n")
     if not rows:
         return "no run"
-    return table_of(rows, names)
+    return table_of(shown)
 
 
 def draw(rows: Sequence[RunRow], path: Path, note: Callable[[str], None]) -> None:

@@ -265,6 +265,7 @@ def test_settings_are_shown_if_runs_of_a_program_differ_in_them(output, capsys):
     for name, row in rows.items():
         assert row.settings == {setting: settings[name][setting] for setting in differing - columns}
     assert rows["prmim"].settings["seed"] == 3
+    assert "seed" not in rows_of(capsys, output)["segments"].settings  # a single run of its program
 
 
 def test_csv_has_the_numbers_of_json(output, capsys):
