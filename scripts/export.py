@@ -369,7 +369,7 @@ def export_torch(weights: Weights, out: Path) -> list[str]:
         write_program(temporary, program, example, facts)
         difference = check_program(temporary, program, batches)
     height, width = model.img_size
-    images = f"{facts['input_dtype']} [B, {model.in_chans}, {height}, {width}]"
+    images = f"{facts['input_dtype']} [B, {model.in_chans}, {height}, {width}] as in the files"
     return [
         f"{weights.path}: {out}: {contents}",
         f"largest difference from the run's outputs, in batches of {CHECKED[0]} and {CHECKED[1]} images: {difference}",

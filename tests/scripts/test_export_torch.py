@@ -92,7 +92,7 @@ def logits_by_windows(model, imgs):
 def test_classifiers(tmp_path, capsys, in_this_process, name, options):
     path, ours = finetuned(tmp_path, name, crop_pct=0.9, **options)
     line = run(capsys, path, tmp_path / "model.pt2", *FOR_TORCH)[-1]
-    assert line.endswith("# images uint8 [B, 3, 32, 32] -> logits of images")
+    assert line.endswith("# images uint8 [B, 3, 32, 32] as in the files -> logits of images")
     program, facts = load(tmp_path / "model.pt2")
     for count in (1, 3):
         imgs = photos(count)

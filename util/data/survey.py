@@ -351,7 +351,7 @@ def survey_pixels(images: Images) -> Part:
     if not watched.num_images:
         return part
     pixels |= {"images": watched.num_images, "lowest": floats(watched.lowest), "highest": floats(watched.highest)}
-    part.lines.append(f"             lowest {numbers_of(watched.lowest)}; highest {numbers_of(watched.highest)}")
+    part.lines.append(f"values       lowest {numbers_of(watched.lowest)}; highest {numbers_of(watched.highest)}")
     if watched.frequent:
         value, number = watched.frequent.most_common(1)[0]
         share = number / watched.num_values
