@@ -10,7 +10,7 @@ type, whose last channel is the label map. IGNORE marks pixels without a class.
 
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from util.data.decode import has_16_bits, open_image
 from util.data.folders import count_images, count_unread, is_hidden, is_image, note_unread, spelling, split_of
 from util.data.images import ImageError, ImageFiles, evenly_spaced, retry_io
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels, invalid_everywhere, resize_valid
+from util.data.survey import by_reason
 from util.data.transforms import TRIES, Size, mirror
 from util.findings import Part
 from util.text import count_of, shorten
@@ -118,9 +119,9 @@ class LabelCounts:
             return "no class"
         return f"class {label}"
 
-    def survey(self, problems: list[str]) -> Part:
-        """Returns the shares of all values. problems: with files that are not counted."""
-        part = Part({"label_files": self.num_files, "unreadable_labels": problems, "label_values": {}})
+    def survey(self, problems: Mapping[str, str]) -> Part:
+        """Returns the shares of all values. problems: with files that are not counted, by their paths."""
+        part = Part({"label_files": self.num_files, "unreadable_labels": [*problems.values()], "label_values": {}})
         shares = []
         for value in np.flatnonzero(self.num_pixels).tolist():
             share = self.num_pixels[value] / self.num_pixels.sum()
@@ -134,7 +135,7 @@ class LabelCounts:
             part.lines.append(f"             no pixel has the values {shorten(absent, 20)}, which are classes")
         if problems:
             number = count_of(len(problems), "label file")
-            part.lines.append(f"             {number} cannot be read: {shorten(problems)}")
+            part.lines.append(f"             {number} cannot be read: {by_reason(problems)}")
         return part
 
     def refuse_one_class(self, split: str) -> None:
@@ -212,13 +213,13 @@ class SegmentationImages(ImageFiles):
     def survey_targets(self) -> Part:
         """Returns the shares of the values in up to NUM_SURVEYED label files, and the classes without a pixel."""
         num_pixels = np.zeros(256, np.int64)
-        problems: list[str] = []
+        problems: dict[str, str] = {}
         indices = evenly_spaced(len(self), NUM_SURVEYED).tolist()
         for i in indices:
             try:
                 num_pixels += np.bincount(read_values(self.label_path(i)).ravel(), minlength=256)
             except (ImageError, OSError) as error:
-                problems.append(str(error))
+                problems[self.label_path(i)] = str(error)
         counts = LabelCounts(self.values, len(indices) - len(problems), num_pixels)
         return counts.survey(problems)
 
@@ -317,6 +318,8 @@ def find_split(folder: Path, split: str) -> Path:
     folders = []
     if folder.is_dir():
         folders = [path for path in sorted(folder.iterdir()) if split_of(path.name) == split]
+    else:
+        raise ValueError(f"{str(folder)!r} is no folder: give --data_path a folder with images/ and annotations/")
     if len(folders) != 1:
         raise ValueError(
             f"{str(folder)!r} has {len(folders)} folders of the split {split!r}; expected are images/training, "

@@ -224,7 +224,7 @@ def survey_headers(images: Images, every: bool) -> Part:
     formats: Counter[str] = Counter()
     heights: list[int] = []
     widths: list[int] = []
-    problems: list[str] = []
+    problems: dict[str, str] = {}  # of each path
     for i in indices:
         try:
             if isinstance(images, EncodedImages):
@@ -233,15 +233,15 @@ def survey_headers(images: Images, every: bool) -> Part:
                 pixels = images.pixel_format
                 height, width = images.load(i)[0].shape[:2]
         except FormatError as error:
-            problems.append(f"{images.path(i)!r}: {error}")
+            problems[images.path(i)] = f"{images.path(i)!r}: {error}"
             continue
         except (ImageError, OSError) as error:
-            problems.append(str(error))
+            problems[images.path(i)] = str(error)
             continue
         formats[str(pixels)] += 1
         heights.append(height)
         widths.append(width)
-    part = Part({"headers": len(indices), "unreadable": problems, "formats": dict(formats)})
+    part = Part({"headers": len(indices), "unreadable": [*problems.values()], "formats": dict(formats)})
     where = f"by the headers of {count_of(len(indices), 'image')}"
     if heights:
         part.content["heights"] = spread_of(heights)
@@ -252,8 +252,25 @@ def survey_headers(images: Images, every: bool) -> Part:
     for name, number in formats.most_common():
         part.lines.append(f"format       {name}: {count_of(number, 'image')}")
     if problems:
-        part.lines.append(f"unreadable   {count_of(len(problems), 'image')}, {where}: {shorten(problems, 5)}")
+        part.lines.append(f"unreadable   {count_of(len(problems), 'image')}, {where}: {by_reason(problems)}")
     return part
+
+
+def by_reason(problems: Mapping[str, str]) -> str:
+    """Returns a problem of each kind, and how many files share it. problems: {path: what is said of the file}."""
+    examples: dict[str, str] = {}  # of each reason
+    numbers: Counter[str] = Counter()
+    for path, problem in problems.items():
+        reason = problem.replace(path, "")
+        examples.setdefault(reason, problem)
+        numbers[reason] += 1
+    texts = []
+    for reason, number in numbers.most_common():
+        text = examples[reason]
+        if number > 1:
+            text += f" (and {number - 1} more like it)"
+        texts.append(text)
+    return shorten(texts, 5)
 
 
 def spread_of(values: Sequence[int]) -> dict[str, int]:
@@ -281,7 +298,7 @@ class WatchedImages:
         self.lowest = np.full(images.pixel_format.channels, np.inf)
         self.highest = np.full(images.pixel_format.channels, -np.inf)
         self.frequent: Counter[float] = Counter()  # of each image, its most frequent value
-        self.problems: list[str] = []  # of images that cannot be decoded
+        self.problems: dict[str, str] = {}  # of the paths of images that cannot be decoded
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.images, name)
@@ -293,7 +310,7 @@ class WatchedImages:
         try:
             img, label = self.images.load(i)
         except ImageError as error:
-            self.problems.append(str(error))
+            self.problems[self.images.path(i)] = str(error)
             raise
         self.count(img)
         return img, label
@@ -342,11 +359,11 @@ def survey_pixels(images: Images) -> Part:
         part.lines.append(f"pixels       of {count_of(watched.num_images, 'image')}, {unit}: mean {numbers_of(mean)}")
         part.lines.append(f"             deviation {numbers_of(std)}")
         part.lines += [f"             {remark}" for remark in measured.remarks]
-    part.content["not_decoded"] = watched.problems
+    part.content["not_decoded"] = [*watched.problems.values()]
     if watched.problems:
         number = count_of(len(watched.problems), "image")
         part.lines.append(
-            f"not decoded  {number} of {watched.num_images + len(watched.problems)}: {shorten(watched.problems)}"
+            f"not decoded  {number} of {watched.num_images + len(watched.problems)}: {by_reason(watched.problems)}"
         )
     if not watched.num_images:
         return part

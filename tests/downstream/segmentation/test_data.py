@@ -225,6 +225,7 @@ SEVENS = np.full((30, 40), 7, np.uint8)
         (lambda root: (root / LABEL).write_bytes(b"\x89PNG"), "1.png' cannot be read"),
         (remove_files, "images/training' holds no images"),
         (lambda root: (root / "annotations/training").rename(root / "all"), "annotations' has 0 folders of the split"),
+        (lambda root: (root / "images").rename(root / "photos"), "images' is no folder: give --data_path"),
         (lambda root: (root / "images/train").mkdir(), "images' has 2 folders of the split 'train'"),
         (lambda root: write_photo(root / "images/training/1.png", (40, 30)), "differ in their ending alone"),
     ],

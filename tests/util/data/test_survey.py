@@ -12,7 +12,9 @@ from tests.conftest import write_photo
 from tests.downstream.detection.coco import open_split, write_coco
 from tests.downstream.segmentation.pairs import write_pairs
 from tests.util.data.test_tars import photo, webdataset, write
+from util.data.images import FolderImages
 from util.data.open import open_images
+from util.data.pixel_format import PixelFormat
 from util.data.survey import survey, survey_copies, unread_files
 
 try:
@@ -161,6 +163,23 @@ def test_floats_without_a_valid_pixel_and_constant_bands_are_reported(tmp_path):
     assert any("channel 0 (counted from 0) is constant" in line for line in part.lines)
     assert part.content["pixels"]["lowest"] == [3.0, 0.0]
     assert part.content["pixels"]["highest"] == [3.0, 63.0]
+
+
+def test_a_problem_that_files_share_is_told_once(tmp_path):
+    for i in range(4):
+        np.save(tmp_path / f"{i}.npy", np.ones((8, 8, 2), np.complex64))
+    np.save(tmp_path / "4.npy", np.random.default_rng(0).random((8, 8, 2), np.float32))
+    (tmp_path / "5.npy").write_bytes(b"no array")
+    images = FolderImages(tmp_path, in_chans=2)
+    images.pixel_format = PixelFormat(2, "float32")
+    part = survey(images)
+    for kind in ("unreadable", "not_decoded"):
+        assert len(part.content[kind]) == 5
+        (line,) = [line for line in part.lines if line.startswith(kind.replace("_", " "))]
+        assert line.count(".npy") == 2
+        assert "0.npy" in line
+        assert "(and 3 more like it), " in line
+        assert "5.npy" in line
 
 
 def test_copies_are_those_with_the_same_bytes(tmp_path):
