@@ -69,6 +69,14 @@ def count_images(names: Sequence[str]) -> Counter[str]:
     return counts
 
 
+def files_of_ending(number: int, ending: str) -> str:
+    """Returns a number of files in words. ending: "" if they have none."""
+    files = count_of(number, "file")
+    if ending == "":
+        return f"{files} without an ending"
+    return f"{files} ending in {ending}"
+
+
 def note_unread(counts: Counter[str], where: str = "") -> list[str]:
     """Returns a note that names the most frequent endings of files that are not read. counts: of `count_unread`.
 
@@ -78,10 +86,7 @@ def note_unread(counts: Counter[str], where: str = "") -> list[str]:
         return []
     kinds = []
     for ending in sorted(counts, key=lambda ending: (-counts[ending], ending)):
-        kind = f"ending in {ending}"
-        if ending == "":
-            kind = "without an ending"
-        kinds.append(f"{count_of(counts[ending], 'file')} {kind}")
+        kinds.append(files_of_ending(counts[ending], ending))
     return [f"note: not read: {shorten(kinds, 5)}{where}"]
 
 

@@ -16,6 +16,7 @@ from util.data.folders import (
     TEXTS,
     UNREAD_RAW,
     UNREAD_WEB,
+    files_of_ending,
     is_hidden,
     is_image,
     list_folder,
@@ -85,14 +86,14 @@ def survey_files(images: Images) -> Part:
         part.lines.append(f"tars         {count_of(len(images.tars), 'tar')}, {len(tars)} of them listed here")
     for root, names in images.files_read().items():
         endings = Counter(ending_of(os.fsdecode(name)) for name in names)
-        kinds = [f"{count_of(number, 'file')} {describe_ending(ending)}" for ending, number in endings.most_common()]
+        kinds = [files_of_ending(number, ending) for ending, number in endings.most_common()]
         part.content.setdefault("read", {})[str(root)] = dict(endings)
         part.lines.append(f"read         {shorten(kinds, 8)} in {root}")
         unread += unread_files(root, names)
     part.content["not_read"] = []
     for (ending, reason), number in unread.most_common():
         part.content["not_read"].append({"ending": ending, "reason": reason, "files": number})
-        part.lines.append(f"not read     {count_of(number, 'file')} {describe_ending(ending)}: {reason}")
+        part.lines.append(f"not read     {files_of_ending(number, ending)}: {reason}")
     return part
 
 
@@ -104,12 +105,6 @@ def ending_of(name: str) -> str:
     if len(ending) > LONGEST_ENDING:
         return ""
     return ending
-
-
-def describe_ending(ending: str) -> str:
-    if ending == "":
-        return "without an ending"
-    return f"ending in {ending}"
 
 
 def unread_files(root: str | os.PathLike[str], names: set[bytes]) -> Counter[tuple[str, str]]:
