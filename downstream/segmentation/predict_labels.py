@@ -11,6 +11,7 @@ have the value of --ignore_index.
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -190,10 +191,13 @@ class LabelMaps:
             size = self.size_of_tiff(i)
             if size is None or size[0] * size[1] <= MAX_WHOLE:
                 whole.append(i)
-            elif self.view.seen_size(size) == size:
-                large.append(i)
-            elif size[0] * size[1] <= max_pixels():
+                continue
+            is_scaled = self.view.seen_size(size) != size
+            can_be_whole = size[0] * size[1] <= max_pixels()
+            if can_be_whole and (is_scaled or not self.can_be_in_parts(i)):
                 whole.append(i)
+            elif not is_scaled:
+                large.append(i)
             else:
                 height, width = self.view.seen_size(size)
                 raise ValueError(
@@ -201,6 +205,26 @@ class LabelMaps:
                     f"make {width} x {height}: give --keep_size to predict it in its own size"
                 )
         return whole, large
+
+    def can_be_in_parts(self, i: int) -> bool:
+        """Whether a TIFF can be read in parts: not if Pillow alone decodes it, or makes it RGB."""
+        try:
+            with closing(self.open_large(i)) as tiff:
+                tiff.keep(slice(0, 1))
+                tiff.read(slice(0, 1), slice(0, 1))
+        except ImageError:
+            return False
+        return True
+
+    def open_large(self, i: int) -> LargeTiff:
+        """Opens a TIFF that is read part by part. ImageError if it cannot be, or has another format."""
+        tiff = LargeTiff(self.images.path(i))
+        try:
+            tiff.check(self.images.pixel_format, self.images.invalid)
+        except ImageError:
+            tiff.close()
+            raise
+        return tiff
 
     def size_of_tiff(self, i: int) -> Size | None:
         """Returns the size of an image that could be read in parts; None for others."""
@@ -241,9 +265,7 @@ class LabelMaps:
 
         A strip of columns after the other, from top to bottom. Their values meet in a temporary file.
         """
-        tiff = LargeTiff(self.images.path(i))
-        try:
-            tiff.check(self.images.pixel_format, self.images.invalid)
+        with closing(self.open_large(i)) as tiff:
             height, width = tiff.size
             overlay = Overlay(tiff.size, self.colors)
             path = self.paths[i]
@@ -266,8 +288,6 @@ class LabelMaps:
                     self.write_picture(i, overlay)
                 values.seek(0)
                 self.write_labels(i, tiff.size, read_bands(values, tiff.size))
-        finally:
-            tiff.close()
 
     def strips_of(self, tiff: LargeTiff) -> list[slice]:
         """Returns the strips of columns of an image, which begin where a window does."""

@@ -318,7 +318,7 @@ def test_one_strip_is_the_whole_bit_for_bit(scenes, tmp_path, monkeypatch):
 
 
 def test_what_of_large_scenes_cannot_be_read_is_named(segmented, tmp_path, monkeypatch, capsys):  # noqa: F811
-    """A file that is cut short, and a grey one, which would be made RGB if it were read as a whole."""
+    """A file that is cut short, and a grey one, which would be made RGB if it were not too large to be read whole."""
     tifffile = pytest.importorskip("tifffile")
     array = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
     (tmp_path / "images").mkdir()
@@ -329,6 +329,7 @@ def test_what_of_large_scenes_cannot_be_read_is_named(segmented, tmp_path, monke
     run(segmented, tmp_path / "images", tmp_path / "whole", "--keep_size")
     (tmp_path / "images" / "b.tif").write_bytes(whole[: len(whole) // 2])
     monkeypatch.setattr(predict_labels, "MAX_WHOLE", 0)
+    monkeypatch.setattr(predict_labels, "max_pixels", lambda: 1000)
     capsys.readouterr()
     assert run(segmented, tmp_path / "images", tmp_path / "out", "--keep_size") == 1
     assert files_in(tmp_path / "out" / "labels") == ["a.tif"]
@@ -336,6 +337,21 @@ def test_what_of_large_scenes_cannot_be_read_is_named(segmented, tmp_path, monke
     err = capsys.readouterr().err
     assert re.search("not predicted: '.*b.tif' cannot be decoded", err)
     assert re.search("not predicted: '.*c.tif' has 1 band of uint8, but large images must have 3 channels", err)
+
+
+def test_what_cannot_be_read_in_parts_is_read_as_a_whole(segmented, tmp_path, monkeypatch):  # noqa: F811
+    """Files that Pillow makes RGB, or decodes where tifffile needs a further library."""
+    array = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
+    (tmp_path / "images").mkdir()
+    Image.fromarray(array[..., 0]).save(tmp_path / "images" / "grey.tif")
+    Image.fromarray(array).save(tmp_path / "images" / "lzw.tif", compression="tiff_lzw")
+    Image.fromarray(array).save(tmp_path / "images" / "plain.tif")
+    run(segmented, tmp_path / "images", tmp_path / "whole", "--keep_size")
+    monkeypatch.setattr(predict_labels, "MAX_WHOLE", 0)
+    assert run(segmented, tmp_path / "images", tmp_path / "out", "--keep_size") == 0
+    for name in ("grey.tif", "lzw.tif", "plain.tif"):
+        maps = [read_tiff(tmp_path / kind / "labels" / name) for kind in ("whole", "out")]
+        assert np.array_equal(*maps), name
 
 
 def test_a_scene_that_would_be_scaled_is_refused(scenes, tmp_path, capsys, monkeypatch):

@@ -146,8 +146,11 @@ class LargeTiff:
                 try:
                     part = self._decode(plane, i, j)
                 except Exception as error:
+                    advice = "replace or remove it"
+                    if "imagecodecs" in str(error):
+                        advice = "pip install imagecodecs"
                     reason = f"{type(error).__name__}: {error}"
-                    raise ImageError(f"{self.path!r} cannot be decoded ({reason}); replace or remove it") from error
+                    raise ImageError(f"{self.path!r} cannot be decoded ({reason}); {advice}") from error
                 bands = slice(plane * self.bands_of_plane, (plane + 1) * self.bands_of_plane)
                 inside = part[: len(row.values), left - j * width : right - j * width]
                 row.values[:, left - kept.start : right - kept.start, bands] = inside
