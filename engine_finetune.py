@@ -168,7 +168,7 @@ def write_predictions(
             index = int(indices[row])
             true_class = images.classes[images.labels[index]]
             rows.append([images.path(index), true_class, *format_probabilities(probabilities[row])])
-        write_rows(path, images.classes, rows)
+        write_rows(path, ["image", "class", *images.classes], rows)
 
     collectives.run_on_rank0(write)
 
@@ -178,9 +178,9 @@ def format_probabilities(probabilities: torch.Tensor) -> list[str]:
     return [f"{value:.6g}" for value in probabilities.tolist()]
 
 
-def write_rows(path: Path, classes: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Writes a file of predictions in one step. rows: where the image is, its class, the probability of each class."""
+def write_rows(path: Path, names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Writes a CSV file in one step. names: of the columns."""
     with replaced_file(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["image", "class", *classes])
+        writer.writerow(names)
         writer.writerows(rows)

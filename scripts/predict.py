@@ -6,10 +6,10 @@
 
 RUN is the folder of a run or a checkpoint: of main_finetune.py (or a classifier of MAE, timm or Transformers), of
 main_segmentation.py or of main_detection.py. IMAGES is a folder, in which all images are found whatever folders they
-are in, a folder of tar shards, a tar, a text file with a path on each line, or an image. Labels are not needed. Images
-are seen as in the evaluation of the run.
+are in, a folder of tar shards, a tar, an image, or a text file with a path on each line, relative to the working
+folder. Labels are not needed. Images are seen as in the evaluation of the run.
 
-classifier     OUT/predictions.csv: the probability of each class. The column `class` is empty.
+classifier     OUT/predictions.csv: the probability of each class.
 segmentation   OUT/labels/NAME.png: label maps in the size of the image, with the values of the training's label files;
                for TIFFs NAME.tif, in tiles and with the geo tags. TIFFs of any size are predicted part by part, if
                --keep_size is given. OUT/pictures: overlays.
@@ -159,6 +159,7 @@ def make_predictor(args: argparse.Namespace, session: Session) -> Predictor:
     chosen = {
         "model": weights.sha256,
         "images": str(Path(args.images).resolve()),
+        "root": str(Path(images.root).resolve()),  # names of outputs depend on it; that of a list may change
         "keep_size": args.keep_size,
         "all_valid": args.all_valid,
         "precision": precision(args.precision, context.device).name,

@@ -2,14 +2,14 @@
 
     OUT/detections.json      COCO's results: image_id, category_id, score, bbox and, from Mask R-CNN, segmentation
     OUT/images.json          the images (id, file_name, height, width) and categories, in COCO's format
-    OUT/pictures/NAME.png    the likely objects of the first images
+    OUT/pictures/NAME.png    the likely objects of the first images; NAME with its own ending, such as a.jpg.png
 
 pycocotools and others load both: `COCO("images.json").loadRes("detections.json")`.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,22 +97,8 @@ class Detections:
         self.context = context
         self.ids = ids
         self.num_pictures = num_pictures
-        self.picture_paths = output_paths(out / "pictures", images, lambda name: ".png")
+        self.picture_paths = output_paths(out / "pictures", images, lambda name: f"{Path(name).suffix}.png")
         self.parts = PartFiles(out)
-        self.parts.add_finished(self.read_finished())
-
-    def read_finished(self) -> dict[str, Any]:
-        """Returns the results that an earlier start has written at its end."""
-        if not (self.out / RESULTS).exists() or not (self.out / IMAGES).exists():
-            return {}
-        name_of_id = {}
-        found: dict[str, Any] = {}
-        for image in read_json(self.out / IMAGES)["images"]:
-            name_of_id[image["id"]] = image["file_name"]
-            found[image["file_name"]] = {"size": [image["height"], image["width"]], "results": []}
-        for result in read_json(self.out / RESULTS):
-            found[name_of_id[result["image_id"]]]["results"].append(result)
-        return found
 
     def missing(self) -> list[int]:
         """Returns the images without results."""
@@ -173,4 +159,3 @@ class Detections:
         categories = [{"id": category, "name": name} for category, name in self.categories]
         write_json(self.out / IMAGES, {"images": images, "annotations": [], "categories": categories})
         write_json(self.out / RESULTS, results)
-        self.parts.remove()

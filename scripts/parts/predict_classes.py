@@ -1,6 +1,8 @@
-"""Class probabilities of images without labels: OUT/predictions.csv, as `main_finetune.py --predictions` writes it."""
+"""Class probabilities of images without labels: OUT/predictions.csv.
 
-import csv
+It is the file that `main_finetune.py --predictions` writes, without the column `class`.
+"""
+
 from pathlib import Path
 
 import torch
@@ -45,15 +47,6 @@ class Probabilities:
         crop = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], use_pillow)
         self.view = View(crop, images.pixel_format.has_invalid)
         self.parts = PartFiles(out)
-        self.parts.add_finished(self.read_finished())
-
-    def read_finished(self) -> dict[str, list[str]]:
-        """Returns the results that an earlier start has written at its end."""
-        if not self.path.exists():
-            return {}
-        with open(self.path, newline="", encoding="utf-8") as file:
-            _, *rows = csv.reader(file)
-        return {path: numbers for path, _, *numbers in rows}
 
     def missing(self) -> list[int]:
         """Returns the images without results."""
@@ -69,9 +62,8 @@ class Probabilities:
         for i in range(len(self.images)):
             path = self.images.path(i)
             if path in self.parts.results:
-                rows.append([path, "", *self.parts.results[path]])  # the class is not known
-        write_rows(self.path, self.classes, rows)
-        self.parts.remove()
+                rows.append([path, *self.parts.results[path]])
+        write_rows(self.path, ["image", *self.classes], rows)
 
     @torch.no_grad()
     def predict(self, indices: list[int], progress: Progress) -> None:

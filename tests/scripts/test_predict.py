@@ -76,7 +76,7 @@ def classified(labelled, tmp_path_factory):
 
 
 def without_class(rows):
-    return [{**row, "class": ""} for row in rows]
+    return [{name: value for name, value in row.items() if name != "class"} for row in rows]
 
 
 def test_probabilities_are_those_of_the_evaluation(classified, labelled, tmp_path):
@@ -115,7 +115,6 @@ def test_an_interrupted_classification_goes_on(classified, labelled, tmp_path, m
     assert rows_of(tmp_path / "out" / "predictions.csv") == without_class(expected)
     run(folder, labelled / "val", tmp_path / "out")
     assert len(calls) == 2
-    assert not (tmp_path / "out" / predictions.PARTS).exists()
 
 
 def test_new_images_are_added(classified, labelled, tmp_path, monkeypatch):
@@ -494,6 +493,32 @@ def test_an_interrupted_detection_goes_on(detected, shapes, tmp_path, monkeypatc
     assert [image["id"] for image in images] == [1, 2, 3, 4, 5]
 
 
+def test_a_kill_between_the_two_files_mixes_no_images(detected, shapes, tmp_path, monkeypatch):  # noqa: F811
+    """An image that is new gives later ones other ids."""
+    shutil.copytree(shapes / "val2017", tmp_path / "images")
+    run(detected, tmp_path / "images", tmp_path / "whole")
+    (tmp_path / "images" / "001.png").rename(tmp_path / "kept.png")
+    run(detected, tmp_path / "images", tmp_path / "out")
+    (tmp_path / "kept.png").rename(tmp_path / "images" / "001.png")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_at(patch, predict_objects, "write_json", 1)
+        run(detected, tmp_path / "images", tmp_path / "out")
+    run(detected, tmp_path / "images", tmp_path / "out")
+    for name in ("images.json", "detections.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_images_of_one_stem_are_two_images(detected, shapes, tmp_path):  # noqa: F811
+    (tmp_path / "images").mkdir()
+    img = Image.open(shapes / "val2017" / "000.png").convert("RGB")
+    for name in ("a.png", "a.bmp"):
+        img.save(tmp_path / "images" / name)
+    assert run(detected, tmp_path / "images", tmp_path / "out") == 0
+    assert files_in(tmp_path / "out" / "pictures") == ["a.bmp.png", "a.png.png"]
+    images = json.loads((tmp_path / "out" / "images.json").read_text())["images"]
+    assert [(image["id"], image["file_name"]) for image in images] == [(1, "a.bmp"), (2, "a.png")]
+
+
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
@@ -501,7 +526,7 @@ def test_an_interrupted_detection_goes_on(detected, shapes, tmp_path, monkeypatc
     ("words", "message"),
     [
         ("{run} {data}/none --out {tmp}/o", "none' does not exist: give a folder of images, a tar, a list of paths"),
-        ("{run} {tmp} --out {tmp}-o", "holds no image; expected are"),
+        ("{run} {tmp} --out {tmp}-o", "and the folders in it hold no image or tar; read are .jpg"),
         ("{tmp}/none {data} --out {tmp}/o", "RUN '{tmp}/none' does not exist"),
         ("{run} {data} --out {data}/o", "--out '{data}/o' lies inside the images"),
         (
@@ -524,7 +549,25 @@ def test_what_cannot_be_predicted_is_refused(classified, labelled, tmp_path, cap
 def test_predictions_of_two_models_do_not_mix(classified, segmented, labelled, tmp_path, capsys):  # noqa: F811
     run(classified[0], labelled / "val", tmp_path / "out")
     words = [segmented, labelled / "val", "--out", tmp_path / "out", "--device", "cpu"]
-    assert "holds other predictions (model was" in refused(capsys, predict.main, *words)
+    message = refused(capsys, predict.main, *words)
+    assert re.search(f"holds predictions by '{classified[0]}/checkpoint-.*' .model was", message)
+
+
+def test_outputs_of_other_programs_are_refused(segmented, labelled, tmp_path, capsys):  # noqa: F811
+    """A label map of the data is no prediction."""
+    (tmp_path / "out" / "labels").mkdir(parents=True)
+    words = [segmented, labelled / "val", "--out", tmp_path / "out", "--device", "cpu"]
+    assert "holds labels of another program: choose another --out" in refused(capsys, predict.main, *words)
+
+
+def test_a_list_under_whose_images_names_change_is_refused(classified, labelled, tmp_path, capsys):
+    """Outputs would have other places."""
+    (tmp_path / "list.txt").write_text(f"{labelled}/val/cat/0.png\n")
+    run(classified[0], tmp_path / "list.txt", tmp_path / "out")
+    (tmp_path / "list.txt").write_text(f"{labelled}/val/cat/0.png\n{labelled}/val/dog/0.png\n")
+    words = [classified[0], tmp_path / "list.txt", "--out", tmp_path / "out", "--device", "cpu"]
+    message = refused(capsys, predict.main, *words)
+    assert f"(root was {labelled.resolve()}/val/cat and now is {labelled.resolve()}/val)" in message
 
 
 def test_two_images_of_one_label_file_are_refused(segmented, tmp_path, capsys):  # noqa: F811

@@ -6,7 +6,6 @@ A program that is started again continues after what it has written. Outputs of 
 
 import json
 import os
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from util.data.datasets import Address
-from util.data.folders import LAYOUT, is_image, list_folder, list_images, note_unread
+from util.data.folders import IMG_EXTENSIONS, is_image, list_folder, list_images, note_unread
 from util.data.images import EncodedImages, ImageError, ImageFiles, MissingImage, find_storage_error
 from util.data.loader import Loader
 from util.data.tars import open_tars
@@ -30,6 +29,7 @@ from util.text import count_of, printable
 
 RECORD = "predict.json"
 PARTS = ".parts"
+OUTPUTS = (PARTS, "predictions.csv", "labels", "pictures", "detections.json", "images.json")
 IMAGES_PER_PART = 200
 
 
@@ -51,7 +51,9 @@ def open_unlabelled(path: str | Path, **options: Any) -> EncodedImages:
         tars = [path / name for name in list_folder(path).tars]
         if tars:
             return open_tars(tars, **options)
-        raise ValueError(f"{str(path)!r} holds no image; {LAYOUT}")
+        raise ValueError(
+            f"{str(path)!r} and the folders in it hold no image or tar; read are {', '.join(IMG_EXTENSIONS)}"
+        )
     if not path.is_file():
         raise ValueError(f"{str(path)!r} does not exist: give a folder of images, a tar, a list of paths, or an image")
     if path.suffix == ".tar":
@@ -210,22 +212,33 @@ class Predictor(Protocol):
 def write_record(folder: Path, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
     """Writes what predicts into RECORD of a folder. facts: further entries.
 
-    ValueError if the folder holds predictions of another model, or with other settings.
+    ValueError if the folder holds predictions of another model, or with other settings, or those of another program.
     """
     path = folder / RECORD
     if path.exists():
         try:
-            before = json.loads(path.read_text())["settings"]
+            record = json.loads(path.read_text())
+            before = record["settings"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{str(path)!r} is no file of this program: choose another --out") from error
         changes = describe_changes(before, json.loads(json.dumps(settings)))
         if changes:
-            raise ValueError(f"--out {str(folder)!r} holds other predictions ({changes}): choose another --out")
+            owner = record.get("checkpoint")
+            raise ValueError(f"--out {str(folder)!r} holds predictions by {owner!r} ({changes}): choose another --out")
+    else:
+        foreign = [name for name in OUTPUTS if (folder / name).exists()]
+        if foreign:
+            raise ValueError(
+                f"--out {str(folder)!r} holds {', '.join(foreign)} of another program: choose another --out"
+            )
     write_json(path, {"settings": settings, **facts})
 
 
 class PartFiles:
-    """Results of images that become one file at the end. Each part holds those of some images: {name: result}."""
+    """Results of images that become one file at the end. Each part holds those of some images: {name: result}.
+
+    The parts stay, so that a later start with more images need not read what it replaces.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / PARTS
@@ -235,10 +248,6 @@ class PartFiles:
         for path in sorted(self.folder.glob("*.json")):
             self.results |= json.loads(path.read_text())
             self.num_parts = int(path.stem) + 1
-
-    def add_finished(self, results: Mapping[str, Any]) -> None:
-        """Adds the results of the file that an earlier start has written at its end. Parts win."""
-        self.results = {**results, **self.results}
 
     def add(self, name: str, result: Any) -> None:
         """Adds the result of an image, which JSON can hold."""
@@ -255,7 +264,3 @@ class PartFiles:
         write_json(self.folder / f"{self.num_parts:08d}.json", self.unsaved)
         self.num_parts += 1
         self.unsaved = {}
-
-    def remove(self) -> None:
-        """Removes the parts, whose results are in one file now."""
-        shutil.rmtree(self.folder, ignore_errors=True)
