@@ -15,8 +15,8 @@ segmentation   OUT/labels/NAME.png: label maps in the size of the image, with th
                --keep_size is given. OUT/pictures: overlays.
 detection      OUT/detections.json: COCO's results. OUT/images.json: the ids of the images. OUT/pictures.
 
-OUT/predict.json says which model predicted. The same command again continues with the images that are missing. An
-image that cannot be read is named and left out; the exit code is then 1.
+OUT/predict.json says which model predicted, and what label values and colours mean. The same command again continues
+with the images that are missing. An image that cannot be read is named and left out; the exit code is then 1.
 """
 
 import argparse

@@ -37,7 +37,7 @@ from util.atomic import replaced_file
 from util.data.decode import max_pixels
 from util.data.images import EncodedImages, ImageError, ImageFiles
 from util.data.invalid_pixels import invalid_everywhere, resize_valid
-from util.data.large_tiffs import LargeTiff, Tags, is_tiff, read_geo_tags, with_nodata, write_tiff
+from util.data.large_tiffs import GDAL_NODATA, LargeTiff, Tags, is_tiff, read_geo_tags, with_nodata, write_tiff
 from util.data.pixel_format import refuse_not_finite, tifffile
 from util.data.transforms import Size, to_tensor
 from util.evaluate.loop import EvalContext
@@ -149,9 +149,7 @@ class LabelMaps:
         image_scale = None if keep_size else settings["image_scale"]
         self.view = View(image_scale)
         self.values = LabelValues(settings["num_classes"], settings["ignore_index"], settings["reduce_zero_label"])
-        self.colors = default_colors(settings["num_classes"])
-        if trained.weights.info.class_colors:
-            self.colors = np.array(trained.weights.info.class_colors, np.uint8)
+        self.colors = class_colors(trained)
         self.paths = output_paths(out / "labels", images, label_ending)
         self.picture_paths = output_paths(out / "pictures", images, lambda name: ".png")
         if tifffile is None and any(path.suffix == ".tif" for path in self.paths):
@@ -372,7 +370,8 @@ class LabelMaps:
     def tags_of(self, i: int) -> Tags:
         """Returns the geo tags of an image. A nodata value becomes that of a label map."""
         tags = read_geo_tags(self.images.source(i))
-        if self.images.pixel_format.has_invalid or len(with_nodata(tags, 0)) == len(tags):
+        has_nodata = any(tag[0] == GDAL_NODATA for tag in tags)
+        if self.images.pixel_format.has_invalid or has_nodata:
             return with_nodata(tags, self.values.ignore_index)
         return tags
 
@@ -389,10 +388,18 @@ def label_ending(name: str) -> str:
     return ".png"
 
 
+def class_colors(trained: TrainedSegmenter) -> np.ndarray:
+    """Returns the colours of the classes, uint8 [num_classes, 3]; default ones, if the file has none."""
+    if trained.weights.info.class_colors:
+        return np.array(trained.weights.info.class_colors, np.uint8)
+    return default_colors(trained.settings["num_classes"])
+
+
 def describe_labels(trained: TrainedSegmenter) -> dict[str, Any]:
-    """Returns what the values in the label maps mean, for the record."""
+    """Returns what the values in the label maps and the colours in the pictures mean, for the record."""
     settings = trained.settings
     values = LabelValues(settings["num_classes"], settings["ignore_index"], settings["reduce_zero_label"])
     names = trained.weights.info.classes or [str(k) for k in range(values.num_classes)]
     classes = {str(values.first + k): name for k, name in enumerate(names)}
-    return {"classes": classes, "no_class": values.ignore_index}
+    colors = {str(values.first + k): color for k, color in enumerate(class_colors(trained).tolist())}
+    return {"classes": classes, "colors": colors, "no_class": values.ignore_index}

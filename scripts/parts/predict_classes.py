@@ -3,6 +3,7 @@
 It is the file that `main_finetune.py --predictions` writes, without the column `class`.
 """
 
+import os
 from pathlib import Path
 
 import torch
@@ -50,7 +51,11 @@ class Probabilities:
 
     def missing(self) -> list[int]:
         """Returns the images without results."""
-        return [i for i in range(len(self.images)) if self.images.path(i) not in self.parts.results]
+        return [i for i in range(len(self.images)) if self.name_in_parts(i) not in self.parts.results]
+
+    def name_in_parts(self, i: int) -> str:
+        """Returns the path of an image, whatever folder the program is started in."""
+        return os.path.abspath(self.images.path(i))
 
     def write_missing(self, progress: Progress) -> None:
         """Predicts the images that are missing, and writes the file. FloatingPointError if logits are not finite."""
@@ -60,9 +65,9 @@ class Probabilities:
             self.parts.save()
         rows = []
         for i in range(len(self.images)):
-            path = self.images.path(i)
-            if path in self.parts.results:
-                rows.append([path, *self.parts.results[path]])
+            probabilities = self.parts.results.get(self.name_in_parts(i))
+            if probabilities is not None:
+                rows.append([self.images.path(i), *probabilities])
         write_rows(self.path, ["image", *self.classes], rows)
 
     @torch.no_grad()
@@ -77,7 +82,7 @@ class Probabilities:
                 raise FloatingPointError("the logits are not finite: try --precision fp32, and check --mean and --std")
             probabilities = logits.softmax(dim=1).cpu()
             for (i, _), row in zip(batch, probabilities, strict=True):
-                self.parts.add(self.images.path(i), format_probabilities(row))
+                self.parts.add(self.name_in_parts(i), format_probabilities(row))
 
 
 def class_names(classifier: Classifier) -> list[str]:

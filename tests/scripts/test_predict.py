@@ -125,8 +125,9 @@ def test_new_images_are_added(classified, labelled, tmp_path, monkeypatch):
     run(folder, tmp_path / "images", tmp_path / "out")
     (tmp_path / "kept.png").rename(first)
     calls = interrupt_at(monkeypatch, predict_classes, "format_probabilities", 99)
-    run(folder, tmp_path / "images", tmp_path / "out")
-    assert len(calls) == 1
+    monkeypatch.chdir(tmp_path)
+    run(folder, "images", "out")
+    assert len(calls) == 1  # although the folder is named in another way
     found = rows_of(tmp_path / "out" / "predictions.csv")
     assert [row["cat"] for row in found] == [row["cat"] for row in expected]
 
@@ -226,6 +227,23 @@ def test_label_maps_of_tiffs_are_tiffs_with_the_values_of_the_label_files(scenes
         pairs.append((np.array(Image.open(path)), predicted))
     last = read_json(folder / RESULTS)["last"]
     assert mean_iou(pairs, 3, first=1, ignore=(0, 255)) == pytest.approx(last["val_miou"])
+
+
+def test_the_record_holds_the_colors_of_the_pictures(scenes, tmp_path):
+    """They are half of the image's, of which 0 and 255 are the mean -+ 2 deviations, and half of the class's."""
+    folder, _ = scenes
+    settings = load_segmenter(folder).settings
+    dark = 255 * (2 - np.array(settings["mean"][:3]) / settings["std"][:3]) / 4
+    array = np.zeros((30, 40, 5), np.uint16)
+    write_array(tmp_path / "black.tif", array)
+    assert run(folder, tmp_path / "black.tif", tmp_path / "out") == 0
+    colors = read_json(tmp_path / "out" / "predict.json")["colors"]
+    assert set(colors) == {"1", "2", "3"}
+    labels = read_tiff(tmp_path / "out" / "labels" / "black.tif")
+    of_classes = np.array([colors[str(value)] for value in labels.ravel()]).reshape(30, 40, 3)
+    expected = (dark + of_classes) / 2
+    picture = np.array(Image.open(tmp_path / "out" / "pictures" / "black.png"))
+    assert np.abs(picture - expected).max() <= 1  # rounding
 
 
 GEO = [
