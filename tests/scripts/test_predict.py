@@ -576,6 +576,8 @@ def test_outputs_of_other_programs_are_refused(segmented, labelled, tmp_path, ca
     (tmp_path / "out" / "labels").mkdir(parents=True)
     words = [segmented, labelled / "val", "--out", tmp_path / "out", "--device", "cpu"]
     assert "holds labels of another program: choose another --out" in refused(capsys, predict.main, *words)
+    words[words.index("--out") + 1] = segmented
+    assert "holds settings.json of another program" in refused(capsys, predict.main, *words)
 
 
 def test_a_list_under_whose_images_names_change_is_refused(classified, labelled, tmp_path, capsys):

@@ -29,7 +29,7 @@ from util.text import count_of, printable
 
 RECORD = "predict.json"
 PARTS = ".parts"
-OUTPUTS = (PARTS, "predictions.csv", "labels", "pictures", "detections.json", "images.json")
+FOREIGN = (PARTS, "predictions.csv", "labels", "pictures", "detections.json", "images.json", "settings.json")
 IMAGES_PER_PART = 200
 
 
@@ -226,7 +226,7 @@ def write_record(folder: Path, settings: Mapping[str, Any], facts: Mapping[str, 
             owner = record.get("checkpoint")
             raise ValueError(f"--out {str(folder)!r} holds predictions by {owner!r} ({changes}): choose another --out")
     else:
-        foreign = [name for name in OUTPUTS if (folder / name).exists()]
+        foreign = [name for name in FOREIGN if (folder / name).exists()]
         if foreign:
             raise ValueError(
                 f"--out {str(folder)!r} holds {', '.join(foreign)} of another program: choose another --out"
