@@ -3,6 +3,9 @@
 import argparse
 import re
 
+# Characters at which `redact` takes a URL to end are not in it.
+HTTP_URL = re.compile(r"https?://([^\s/@'\"]*@)?([A-Za-z\d_.-]+|\[[\da-f:]+\])(:\d+)?([/?#][!#-&(-~]*)?")
+
 _secret_urls: dict[str, str] = {}  # {what is shown of a URL: the URL}, of this process's command line
 
 
@@ -22,8 +25,11 @@ def data_path(text: str) -> str:
     if not is_url(text):
         return text
     is_http = text.startswith(("http://", "https://"))
-    if is_http and not re.match(r"https?://([^\s/@]*@)?([\w.-]+|\[[\da-f:]+\])(:\d+)?([/?#]|$)", text):
-        raise argparse.ArgumentTypeError("expected is a URL with a host; write / and @ of a password as %2F and %40")
+    if is_http and not HTTP_URL.fullmatch(text):
+        raise argparse.ArgumentTypeError(
+            "expected is a URL with a host; write spaces, quotes, letters beyond ASCII, and / and @ of a password as "
+            "%20, ..., %2F and %40"
+        )
     if redact(text) == text:
         return text
     if not is_http:
@@ -33,6 +39,13 @@ def data_path(text: str) -> str:
         )
     _secret_urls[redact(text)] = text
     return redact(text)
+
+
+def local_path(text: str) -> str:
+    """The type of a flag: a path, where no URL is read."""
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"expected is a local folder, and no URL, such as {redact(text)!r}")
+    return text
 
 
 def with_secrets(url: str) -> str:

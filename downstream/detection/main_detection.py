@@ -40,6 +40,7 @@ from util.run.start.run import Run, RunFacts
 from util.run.train.loader import TrainLoader
 from util.run.train.training import Training
 from util.text import count_of, shorten
+from util.urls import local_path
 
 PROGRAM = "main_detection.py"
 PICTURE = "detections.png"
@@ -111,6 +112,7 @@ def add_data_flags(group: FlagGroup) -> None:
         everyday=True,
         changes="nothing",  # data may move: names and labels of the images are compared
         per_process=True,
+        type=local_path,
         default="data",
         help="folder to which the next four paths are relative",
     )

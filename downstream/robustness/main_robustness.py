@@ -37,6 +37,7 @@ from util.run.processes.distributed import PRECISIONS, precision
 from util.run.start.resume import find_encoder
 from util.tables import markdown_table
 from util.text import count_of, shorten
+from util.urls import local_path
 
 timm_data = LazyModule("timm.data")
 
@@ -74,7 +75,7 @@ def get_args_parser() -> Parser:
     data = parser.add_argument_group("data").add_argument
     for name, benchmark in BENCHMARKS.items():
         holds = "folder with val/<wnid>/*" if name == "imagenet" else f"folder of {benchmark.title}"
-        data(f"--{name}", metavar="DIR", help=holds)
+        data(f"--{name}", metavar="DIR", type=local_path, help=holds)
     crop = "images are resized to input_size / crop_pct, except in -C (default: .875; 1 above 224 px)"
     data("--crop_pct", type=float, help=crop)
     data("--mean", type=float, nargs=3, help="pixel mean in [0, 1] (default: the checkpoint's, else ImageNet's)")

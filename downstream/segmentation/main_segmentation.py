@@ -55,6 +55,7 @@ from util.run.start.run import Run, RunFacts
 from util.run.train.loader import TrainLoader
 from util.run.train.training import Training
 from util.text import count_of
+from util.urls import local_path
 
 timm_optim = LazyModule("timm.optim")
 
@@ -74,6 +75,7 @@ def add_label_flags(group: FlagGroup) -> None:
         everyday=True,
         changes="nothing",  # data may move: names and labels of the images are compared
         per_process=True,
+        type=local_path,
         default="data",
         help="folder with images/ and annotations/, each with training/ and validation/",
     )

@@ -18,6 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from downstream.probe.engine_probe import ImageSubset
 from scripts import pack_dataset
 from tests.conftest import write_photo
+from downstream.detection import main_detection
 from tests.range_server import FAULTS, RangeServer
 from tests.runs import (
     assert_same_state,
@@ -31,6 +32,7 @@ from tests.runs import (
     state,
     wait_for_step,
 )
+    refused,
 from util.data import images as images_module
 from util.data import remote, remote_tars
 from util.data.folders import MissingSplit
@@ -362,7 +364,18 @@ def test_what_is_shown_of_urls(text, shown):
     assert redact(text) == shown
 
 
-@pytest.mark.parametrize("url", ["s3://key:secret@bucket/x", "https://me:a/secret@host/x", "https:///secret@x"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:secret@bucket/x",
+        "https://me:a/secret@host/x",
+        "https:///secret@x",
+        "https://host/a b?sig=secret",
+        "https://host/it's?sig=secret",
+        "https://host/x?sig=a secret",
+        "https://host/\u00e9?sig=secret",
+    ],
+)
 def test_credentials_where_they_are_not_read_are_refused(url, tmp_path, capsys):
     assert "secret" not in pretrain.refused(capsys, url, tmp_path / "out")
 
@@ -480,6 +493,16 @@ def test_copied_shards_are_read_locally(packed, server, tmp_path, monkeypatch):
     with ours.reading_ahead(range(24)):
         assert [ours.read(i) for i in range(24)] == [local.read(i) for i in range(24)]
     copy_all(ours, cache, monkeypatch)
+@pytest.mark.parametrize(
+    ("main", "flag"),
+    [(main_segmentation, "--data_path"), (main_detection, "--data_path"), (main_robustness, "--imagenet_a")],
+)
+def test_programs_that_read_no_url_refuse_it(main, flag, capsys):
+    message = refused(capsys, main.main, "--resume", "x", flag, "https://me:secret@host/x?sig=secret")
+    assert "expected is a local folder, and no URL, such as 'https://host/x'" in message
+    assert "secret" not in message
+
+
     assert len(server.requests) == num_requests
     for path in cache.root.glob("*/*.tar"):
         assert path.read_bytes() == (packed / "train" / path.name).read_bytes()
