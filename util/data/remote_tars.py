@@ -29,6 +29,7 @@ from util.data.workers import begin_beside_gpu, kill_at_exit
 from util.text import count_of
 
 BEGIN = time.time()
+MAX_INDEX = 2**36  # bytes
 
 
 @dataclass(frozen=True)
@@ -39,20 +40,22 @@ class DataCache:
     gigabytes: float
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Waits for the other processes of this node that write to the cache. What killed ones have left is removed."""
+    def lock(self, suffix: str) -> Iterator[None]:
+        """Waits for the other processes of this node that write files of this suffix: indexes, or shards, which take
+        long. What killed ones have left is removed.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
-        with open(self.root / ".lock", "w") as file:
+        with open(self.root / f".lock{suffix}", "a") as file:
             with suppress(OSError):  # of a file system without locks, where two may copy the same
                 fcntl.flock(file, fcntl.LOCK_EX)
-                for leftover in self.root.glob("*/.*.tmp-*"):
+                for leftover in self.root.glob(f"*/.*.tmp-*{suffix}"):
                     leftover.unlink()
             yield
 
     def make_space(self, num_bytes: int) -> bool:
         """Whether a shard of this size may come, after removing what was used longest ago, before this process began.
 
-        Only within `lock`.
+        Only within `lock(".tar")`.
         """
         stats = {path: path.stat() for path in self.root.glob("*/*.tar")}
         by_use = sorted(stats, key=lambda path: stats[path].st_mtime)
@@ -90,7 +93,7 @@ class RemoteTars(LocalTars):
 
     def read(self, span: Span) -> bytes:
         with suppress(OSError):
-            data = super().read(span)
+            data = self._read_at(span)
             if not objection(span, data):
                 return data
         try:
@@ -182,12 +185,17 @@ def copy_index(store: Store, folder: str, cache: DataCache) -> Path:
         header = read(store, name, 8, min(header_bytes, 10**8))  # the limit of the format
         tensors = json.loads(header)
         del tensors["__metadata__"]
-        num_bytes = 8 + header_bytes + max(tensor["data_offsets"][1] for tensor in tensors.values())
+        num_bytes = 8 + header_bytes + int(max(tensor["data_offsets"][1] for tensor in tensors.values()))
+        if num_bytes > MAX_INDEX:
+            raise ValueError(f"it would have {num_bytes} bytes")
     except (WrongAnswer, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{joined(store.url, name)!r} is not a valid index: copy or pack it again") from error
     index = cache.root / hashlib.sha256(header).hexdigest()[:16] / INDEX
-    with cache.lock():
-        with suppress(ValueError):  # missing or damaged
+    with suppress(ValueError):  # missing or damaged
+        read_index(index)
+        return index
+    with cache.lock(index.suffix):
+        with suppress(ValueError):  # another process may have copied it meanwhile
             read_index(index)
             return index
         index.parent.mkdir(exist_ok=True)
@@ -234,7 +242,7 @@ def copy_shards(storage: RemoteTars, tars: Sequence[dict[str, Any]], cache: Data
         name = Path(tar["name"]).name
         target = storage.folder / name
         try:
-            with cache.lock():
+            with cache.lock(".tar"):
                 if target.exists():
                     continue
                 if not cache.make_space(tar["size"]):
@@ -243,3 +251,5 @@ def copy_shards(storage: RemoteTars, tars: Sequence[dict[str, Any]], cache: Data
         except (OSError, ValueError) as error:
             print(f"warning: --data_cache lacks {storage.path(name)} and others: {error}", file=sys.stderr, flush=True)
             return
+                    full = f"--data_cache_gb {cache.gigabytes:g} has no space"
+                    print(f"note: {full} for {storage.path(name)} and others", file=sys.stderr, flush=True)

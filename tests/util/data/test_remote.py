@@ -559,7 +559,8 @@ def test_one_process_copies_at_a_time(server, tmp_path, monkeypatch):
         copy_all(ours, cache, monkeypatch)
         done.set()
 
-    with cache.lock():
+    with cache.lock(".tar"):
+        open_cached(server.url, cache, "val")  # its index does not wait for shards
         thread = threading.Thread(target=copy)
         thread.start()
         before = len(server.requests)
@@ -603,3 +604,28 @@ def test_the_index_is_copied_again_when_it_has_changed(labelled, packed, server,
     pack_dataset.main([str(tmp_path / "photos"), str(tmp_path / "other"), "--workers", "1"])
     server.folder = tmp_path / "other"
     assert len(open_images("folder", server.url)) == 25
+def test_a_failing_cache_costs_no_waits(packed, server, tmp_path, monkeypatch, home):
+    def fail(*_):
+        raise OSError(errno.EIO, "the disk is broken")
+
+    monkeypatch.setattr(remote_tars.RemoteTars, "_read_at", fail)
+    ours = open_cached(server.url, DataCache(tmp_path / "copies", 1))
+    assert ours.read(3) == open_images("folder", packed).read(3)
+    assert not home
+
+
+def test_a_cache_that_is_smaller_than_a_shard(server, tmp_path, monkeypatch, capsys):
+    cache = DataCache(tmp_path / "copies", 1e-6)
+    copy_all(open_cached(server.url, cache), cache, monkeypatch)
+    assert not [*cache.root.glob("*/*.tar")]
+    assert "--data_cache_gb 1e-06 has no space for http://" in capsys.readouterr().err
+
+
+def test_an_index_that_claims_to_be_endless_is_refused(server, tmp_path):
+    header = b'{"__metadata__": {}, "x": {"data_offsets": [0, 9000000000000000000]}}'
+    (tmp_path / INDEX).write_bytes(len(header).to_bytes(8, "little") + header)
+    server.folder = tmp_path
+    with pytest.raises(ValueError, match="is not a valid index"):
+        open_images("folder", server.url)
+
+
