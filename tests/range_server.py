@@ -99,7 +99,7 @@ class Handler(BaseHTTPRequestHandler):
         data = whole[first : last + 1]
         total = len(whole)
         content_range = f"bytes {first}-{first + len(data) - 1}/{total}"
-        if fault in ("429", "503"):
+        if fault in ("401", "403", "429", "503"):
             return self.begin(int(fault), 0)
         if fault == "closed":
             self.close_connection = True

@@ -15,8 +15,10 @@ import http.client
 import netrc
 import os
 import re
+import ssl
 import threading
 import time
+import urllib.request
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -101,7 +103,7 @@ class HttpStore:
         self.url = urlunsplit((parts.scheme, host, self.folder, "", ""))
         login = find_login(parts.hostname or "", parts.username, parts.password)
         if login and "Authorization" not in self.headers:
-            self.headers["Authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
+            self.headers["Authorization"] = basic(login)
         self._idle: dict[tuple[str, str], list[http.client.HTTPConnection]] = {}
         _open_stores.add(self)
 
@@ -136,7 +138,7 @@ class HttpStore:
             connection, response = self._ask(site, target, headers)
             try:
                 if response.status in (301, 302, 303, 307, 308):
-                    response.read(PIECE)
+                    response.read1(PIECE)  # a longer body is not wanted
                     next_site, target = follow(site, target, response)
                     continue
                 return read_body(response, f"{self.url}/{name}", offset, size, file_size)
@@ -159,16 +161,39 @@ class HttpStore:
             try:
                 connection = self._idle[site].pop()
             except (KeyError, IndexError):
-                connection = CONNECTIONS[site[0]](site[1], timeout=TIMEOUT)
+                connection = make_connection(site)
             is_new = connection.sock is None
             try:
                 connection.request("GET", target, headers=dict(headers))
                 return connection, connection.getresponse()
-            except (OSError, http.client.HTTPException) as error:
+            except (OSError, http.client.HTTPException, UnicodeError) as error:
                 connection.close()
                 if isinstance(error, ConnectionError) and not is_new:
                     continue
-                raise OSError(errno.EIO, f"{'://'.join(site)} does not answer: {error!r}") from error
+                problem = f"{'://'.join(site)} does not answer: {error!r}"
+                if isinstance(error, ssl.SSLCertVerificationError):  # another try would meet it again
+                    raise WrongAnswer(errno.EACCES, problem) from error
+                raise OSError(errno.EIO, problem) from error
+
+
+def make_connection(site: tuple[str, str]) -> http.client.HTTPConnection:
+    """Returns a connection that is not open yet: of https through the proxy of HTTPS_PROXY, if there is one."""
+    scheme, host = site
+    proxy = urllib.request.getproxies().get("https")
+    parts = urlsplit(f"//{host}")
+    if scheme != "https" or not proxy or urllib.request.proxy_bypass(parts.hostname or ""):
+        return CONNECTIONS[scheme](host, timeout=TIMEOUT)
+    proxy_parts = urlsplit(f"//{proxy.rpartition('://')[2]}")
+    headers = {}
+    if proxy_parts.username is not None:
+        headers["Proxy-Authorization"] = basic(f"{unquote(proxy_parts.username)}:{unquote(proxy_parts.password or '')}")
+    connection = http.client.HTTPSConnection(proxy_parts.hostname or "", proxy_parts.port or 80, timeout=TIMEOUT)
+    connection.set_tunnel(parts.hostname or "", parts.port or 443, headers)
+    return connection
+
+
+def basic(login: str) -> str:
+    return f"Basic {base64.b64encode(login.encode()).decode()}"
 
 
 def find_login(host: str, user: str | None, password: str | None) -> str | None:
@@ -183,12 +208,21 @@ def find_login(host: str, user: str | None, password: str | None) -> str | None:
 
 
 def follow(site: tuple[str, str], target: str, response: http.client.HTTPResponse) -> tuple[tuple[str, str], str]:
-    """Returns site and target of a redirect. WrongAnswer if it leaves TLS."""
+    """Returns site and target of a redirect. WrongAnswer if it leaves TLS, or leads to no address."""
     scheme, host = site
-    parts = urlsplit(urljoin(f"{scheme}://{host}{target}", response.headers.get("Location", "")))
+    place = f"{scheme}://{host}"
+    try:
+        parts = urlsplit(urljoin(f"{place}{target}", response.headers.get("Location", "")))
+        is_address = bool(parts.hostname) and parts.port != 0  # ValueError if the port is no number
+        next_target = urlunsplit(("", "", parts.path, parts.query, ""))
+        next_target = quote(next_target.encode("latin-1"), safe="%/?#[]@!$&'()*+,;=:~")  # spaces, letters of UTF-8
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise WrongAnswer(errno.EIO, f"{place} redirects to what is no address")
     if parts.scheme not in ("https", scheme):
-        raise WrongAnswer(errno.EIO, f"{scheme}://{host} redirects to {parts.scheme}://{parts.hostname}")
-    return (parts.scheme, parts.netloc.rpartition("@")[2]), urlunsplit(("", "", parts.path, parts.query, ""))
+        raise WrongAnswer(errno.EIO, f"{place} redirects to {parts.scheme}://{parts.hostname}")
+    return (parts.scheme, parts.netloc.rpartition("@")[2]), next_target
 
 
 def read_body(
@@ -344,9 +378,13 @@ class ReadAhead:
         finally:
             self._begin()
 
-    def close(self) -> None:
+    def __enter__(self) -> "ReadAhead":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Waits for the reads that have begun, unless a signal ends the process: they may take minutes."""
         self.begun.clear()
-        self.pool.shutdown(cancel_futures=True)
+        self.pool.shutdown(wait=kind is None or issubclass(kind, Exception), cancel_futures=True)
 
     def _begin(self) -> None:
         while self.waiting and len(self.begun) < MAX_READS:

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,7 @@ class RemoteTars(LocalTars):
         self.store = store
         self.place = place
         self.root = joined(store.url, place)
+        self._doubtful: set[str] = set()  # tars of which the last read has failed for good
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RemoteTars, (self.store, self.place, self.folder)
@@ -96,11 +97,24 @@ class RemoteTars(LocalTars):
             data = self._read_at(span)
             if not objection(span, data):
                 return data
+        waits: Sequence[float] = WAITS
+        if span.tar in self._doubtful:  # it may have been replaced, with thousands of images
+            waits = ()
         try:
-            return retry_io(lambda: self._read_remote(span), WAITS)
-        except WrongAnswer:
+            data = retry_io(lambda: self._read_remote(span), waits)
+        except (WrongAnswer, PermissionError):
             self._check_storage()
-            return self._read_remote(span)  # the storage may have failed until now
+            self._doubtful.add(span.tar)
+            data = self._read_last(span)
+        self._doubtful.discard(span.tar)
+        return data
+
+    def _read_last(self, span: Span) -> bytes:
+        """Reads from a storage that works, but may have failed until now. WrongAnswer if it refuses this tar alone."""
+        try:
+            return self._read_remote(span)
+        except PermissionError as error:
+            raise WrongAnswer(errno.EACCES, error.strerror) from error
 
     def _read_remote(self, span: Span) -> bytes:
         data = self.store.read(joined(self.place, span.tar), span.offset, span.size, span.tar_size)
@@ -110,10 +124,10 @@ class RemoteTars(LocalTars):
         return data
 
     def _check_storage(self) -> None:
-        """OSError, and no WrongAnswer, unless the storage gives the first bytes of the index."""
+        """OSError, which may pass, unless the storage gives the first bytes of the index. A login may have expired."""
         try:
             read(self.store, joined(self.place, INDEX), 0, 8)
-        except WrongAnswer as error:
+        except (WrongAnswer, PermissionError) as error:
             raise OSError(errno.EIO, error.strerror) from error
 
 
@@ -144,14 +158,14 @@ def find_split(store: Store, split: str, labelled: bool) -> tuple[str, list[str]
     chosen = choose_split(found, split, labelled)
     if chosen is not None:
         return chosen, note_stand_in(f"{chosen}/", chosen, split)
+    if not found and not labelled and is_there(""):
+        return "", []
     if not found and denied:
         raise denied[0]
     expected = f"expected is {split}/{INDEX}, beside the shards that scripts/pack_dataset.py writes"
     if found or labelled:
         raise MissingSplit(f"--data_path {store.url!r} has no packed shards for {split}: {expected}")
-    if not is_there(""):
-        raise ValueError(f"--data_path {store.url!r} has no packed shards: {expected}")
-    return "", []
+    raise ValueError(f"--data_path {store.url!r} has no packed shards: {expected}")
 
 
 def open_remote_tars(
@@ -208,7 +222,7 @@ def copy_file(store: Store, name: str, num_bytes: int, target: Path, sha256: str
     pieces = {first: min(PIECE, num_bytes - first) for first in range(0, num_bytes, PIECE)}
     digest = hashlib.sha256()
     with (
-        closing(ReadAhead(lambda first: read(store, name, first, pieces[first], num_bytes), pieces)) as ahead,
+        ReadAhead(lambda first: read(store, name, first, pieces[first], num_bytes), pieces) as ahead,
         replaced_file(target, durable=True) as temporary,
         open(temporary, "wb") as file,
     ):
@@ -246,10 +260,10 @@ def copy_shards(storage: RemoteTars, tars: Sequence[dict[str, Any]], cache: Data
                 if target.exists():
                     continue
                 if not cache.make_space(tar["size"]):
+                    full = f"--data_cache_gb {cache.gigabytes:g} has no space"
+                    print(f"note: {full} for {storage.path(name)} and others", file=sys.stderr, flush=True)
                     return
                 copy_file(storage.store, joined(storage.place, name), tar["size"], target, tar["sha256"])
         except (OSError, ValueError) as error:
             print(f"warning: --data_cache lacks {storage.path(name)} and others: {error}", file=sys.stderr, flush=True)
             return
-                    full = f"--data_cache_gb {cache.gigabytes:g} has no space"
-                    print(f"note: {full} for {storage.path(name)} and others", file=sys.stderr, flush=True)

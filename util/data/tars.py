@@ -17,7 +17,7 @@ import threading
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
@@ -440,7 +440,7 @@ class TarImages(EncodedImages):
     def reading_ahead(self, indices: Sequence[int]) -> Iterator[None]:
         slow = [i for i in indices if self.storage.is_slow(self.span(i).tar)]
         sizes = {i: self.span(i).size for i in slow}
-        with closing(ReadAhead(self._read, sizes)) as self._ahead:
+        with ReadAhead(self._read, sizes) as self._ahead:
             yield
 
     def read(self, i: int) -> bytes:
