@@ -53,13 +53,17 @@ def evenly_spaced(length: int, most: int) -> np.ndarray:
     return np.unique(np.linspace(0, length - 1, min(most, length)).astype(int))
 
 
-def retry_io(read: Callable[[], T], waits: Sequence[float] = (0.1, 1.0, 10.0)) -> T:
-    """Returns `read()`. If the storage fails, tries again after each of the `waits`, in seconds."""
+def retry_io(read: Callable[[], T], waits: Sequence[float] = (0.1, 1.0, 10.0), within: float = math.inf) -> T:
+    """Returns `read()`. If the storage fails, tries again after each of the `waits`, in seconds.
+
+    within: seconds after which no other try begins, however long each has waited for an answer.
+    """
+    end = time.monotonic() + within
     for seconds in waits:
         try:
             return read()
         except OSError as error:
-            if error.errno in FILE_ERRORS:
+            if error.errno in FILE_ERRORS or time.monotonic() > end:
                 raise
             time.sleep(seconds)
     return read()

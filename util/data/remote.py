@@ -62,7 +62,7 @@ def open_store(url: str) -> "Store":
 
 def read(store: "Store", name: str, offset: int, size: int, file_size: int | None = None) -> bytes:
     """Reads from a store. Tries again within 35 seconds, with growing waits."""
-    return retry_io(lambda: store.read(name, offset, size, file_size), WAITS)
+    return retry_io(lambda: store.read(name, offset, size, file_size), WAITS, sum(WAITS))
 
 
 def joined(*parts: str) -> str:

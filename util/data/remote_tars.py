@@ -87,7 +87,7 @@ class RemoteTars(LocalTars):
         return joined(str(self.root), tar)
 
     def sizes(self, tars: Sequence[str]) -> dict[str, int] | None:
-        return retry_io(lambda: self.store.sizes(self.place), WAITS)
+        return retry_io(lambda: self.store.sizes(self.place), WAITS, sum(WAITS))
 
     def is_slow(self, tar: str) -> bool:
         return not (self.folder / tar).exists()
@@ -101,7 +101,7 @@ class RemoteTars(LocalTars):
         if span.tar in self._doubtful:  # it may have been replaced, with thousands of images
             waits = ()
         try:
-            data = retry_io(lambda: self._read_remote(span), waits)
+            data = retry_io(lambda: self._read_remote(span), waits, sum(WAITS))
         except (WrongAnswer, PermissionError):
             self._check_storage()
             self._doubtful.add(span.tar)

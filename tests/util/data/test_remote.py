@@ -267,6 +267,22 @@ def test_slow_answers_end(server, monkeypatch):
         store.read(f"train/{INDEX}", 0, 8)
 
 
+def test_a_server_that_never_answers_is_asked_twice(home, monkeypatch):
+    now = [1000.0]
+    asked = []
+
+    def wait(*_, **__):
+        asked.append(now[0])
+        now[0] += remote.TIMEOUT
+        raise TimeoutError
+
+    monkeypatch.setattr(remote, "make_connection", lambda site: SimpleNamespace(sock=None, request=wait, close=list))
+    monkeypatch.replace_in(images_module, "time.monotonic", lambda: now[0])
+    with pytest.raises(OSError, match="does not answer: TimeoutError"):
+        open_images("folder", "http://127.0.0.1:1/x")
+    assert asked == [1000, 1030]
+
+
 def test_a_connection_is_used_again_and_replaced_when_it_is_stale(server):
     store = HttpStore(server.url)
     for _ in range(3):
