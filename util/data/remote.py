@@ -34,11 +34,11 @@ from util.urls import redact, with_secrets
 fsspec = LazyModule("fsspec")
 hub = LazyModule("huggingface_hub")
 
-WAITS = (0.1, 0.3, 1.0, 3.0, 10.0, 20.0)  # seconds between tries
+WAITS = (0.1, 0.3, 1.0, 3.0, 8.0, 10.0)  # seconds between tries; SLURM kills 30 after a signal
 MAX_READS = 32  # at once
 MAX_BYTES = 2**25  # that are read, or wait to be used, at once
 PIECE = 2**23  # bytes of a large file that are read at once
-TIMEOUT = 30  # seconds without a byte
+TIMEOUT = 12  # seconds without a byte
 SLOWEST = 100_000  # bytes per second, after the first TIMEOUT seconds
 PACKAGES = {"s3": ": pip install s3fs", "gs": ": pip install gcsfs", "az": ": pip install adlfs"}
 CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
@@ -61,7 +61,7 @@ def open_store(url: str) -> "Store":
 
 
 def read(store: "Store", name: str, offset: int, size: int, file_size: int | None = None) -> bytes:
-    """Reads from a store. Tries again within 35 seconds, with growing waits."""
+    """Reads from a store. Tries again within 22 seconds, with growing waits."""
     return retry_io(lambda: store.read(name, offset, size, file_size), WAITS, sum(WAITS))
 
 
