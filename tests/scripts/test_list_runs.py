@@ -37,8 +37,9 @@ def output(labelled, tmp_path_factory):
     runs.Program(finetune.module, flags)(labelled, root / "head", "--finetune", root / "mae", *head)
     finetune.module.main([*evaluation(root / "mae" / "tuned", labelled), "--output_dir", str(root / "scored")])
     segment(write_stripes(tmp_path_factory.mktemp("striped")), root / "segments")
-    words = f"{root / 'mae'} --steps 3 --total_batch_size 8 --num_workers 0 --device cpu --probes knn"
-    main_probe.main([*words.split(), "--data_path", str(labelled), "--output_dir", str(root / "probed")])
+    flags = "--steps 3 --total_batch_size 8 --num_workers 0 --device cpu --probes knn"
+    folders = ["--data_path", str(labelled), "--output_dir", str(root / "probed")]
+    main_probe.main([str(root / "mae"), *flags.split(), *folders])
     return root
 
 

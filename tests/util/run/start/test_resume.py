@@ -144,16 +144,16 @@ COMMON = {
     "rounding": "attention compile device shard",
     "split": "accum_iter batch_size",
 }
-IMAGE_COLUMNS = "image_column label_column"
+IMAGE_FLAGS = "image_column label_column data_cache data_cache_gb"
 DENSE = "all_valid eval eval_every finetune num_pictures epochs"
 OWN = {
-    "main_pretrain": ("", f"{IMAGE_COLUMNS} pretrained teacher picture_every knn_every knn_train", ""),
+    "main_pretrain": ("", f"{IMAGE_FLAGS} pretrained teacher picture_every knn_every knn_train", ""),
     "main_pretrain --model greenmim_swin_base_patch4_window7": (
         "",
-        f"{IMAGE_COLUMNS} pretrained teacher picture_every knn_every knn_train",
+        f"{IMAGE_FLAGS} pretrained teacher picture_every knn_every knn_train",
         "batch_size",
     ),
-    "main_finetune": ("", f"{IMAGE_COLUMNS} all_valid eval eval_every eval_split finetune predictions", ""),
+    "main_finetune": ("", f"{IMAGE_FLAGS} all_valid eval eval_every eval_split finetune predictions", ""),
     "main_segmentation": ("downstream.segmentation.", f"{DENSE} allow_one_class class_names", "accum_iter"),
     "main_detection": (
         "downstream.detection.",
@@ -198,7 +198,12 @@ def test_sharding_changes_results_where_it_also_rounds_norms():
 
 def test_paths_and_workers_may_differ_between_the_processes_of_a_start():
     rules = main_pretrain.get_args_parser().rules
-    assert {name for name, rule in rules.items() if rule.per_process} == {"data_path", "num_workers", "teacher"}
+    assert {name for name, rule in rules.items() if rule.per_process} == {
+        "data_path",
+        "data_cache",
+        "num_workers",
+        "teacher",
+    }
 
 
 def mapped_files():
