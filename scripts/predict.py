@@ -1,8 +1,8 @@
 """Predict classes, label maps or objects of images, by a finished run of any task.
 
-    python scripts/predict.py output/bands_finetuned data/few/val --out output/predicted
-    python scripts/predict.py output/parts scene.tif --keep_size --out output/maps
-    python scripts/predict.py output/coco images.txt --out output/objects
+    python scripts/predict.py output/bands_finetuned data/few/val --output_dir output/predicted
+    python scripts/predict.py output/parts scene.tif --keep_size --output_dir output/maps
+    python scripts/predict.py output/coco images.txt --output_dir output/objects
 
 RUN is the folder of a run or a checkpoint: of main_finetune.py (or a classifier of MAE, timm or Transformers), of
 main_segmentation.py or of main_detection.py. IMAGES is a folder, in which all images are found whatever folders they
@@ -59,7 +59,7 @@ def get_args_parser() -> Parser:
     flag = parser.add_argument
     flag("run", metavar="RUN", help="folder of a run, or a checkpoint")
     flag("images", metavar="IMAGES", help="folder, tars, list of paths, or an image")
-    flag("--out", required=True, type=Path, metavar="FOLDER", help="folder of the predictions")
+    flag("--output_dir", required=True, type=Path, metavar="OUT", help="folder of the predictions")
     flag(
         "--keep_size",
         action="store_true",
@@ -87,13 +87,11 @@ def get_args_parser() -> Parser:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """ValueError if --out cannot be used."""
-    if args.out.exists() and not args.out.is_dir():
-        raise ValueError(f"--out {str(args.out)!r} is a file: give a folder")
-    if args.out.resolve().is_relative_to(Path(args.images).resolve()):
-        raise ValueError(
-            f"--out {str(args.out)!r} lies inside the images, where it would be read: choose another place"
-        )
+    """ValueError if --output_dir cannot be used."""
+    if args.output_dir.exists() and not args.output_dir.is_dir():
+        raise ValueError(f"--output_dir {str(args.output_dir)!r} is a file: give a folder")
+    if args.output_dir.resolve().is_relative_to(Path(args.images).resolve()):
+        raise ValueError(f"--output_dir {str(args.output_dir)!r} lies inside the images: choose another place")
 
 
 def open_images(args: argparse.Namespace, settings: Mapping[str, Any], is_in_parts: bool) -> EncodedImages:
@@ -164,22 +162,22 @@ def make_predictor(args: argparse.Namespace, session: Session) -> Predictor:
         "all_valid": args.all_valid,
         "precision": precision(args.precision, context.device).name,
     }
-    write_record(args.out, chosen, facts)
+    write_record(args.output_dir, chosen, facts)
     if task == "detection":
         ids = choose_ids(images, args.image_ids)
-        return Detections(trained, images, args.out, context, ids, args.num_pictures)
+        return Detections(trained, images, args.output_dir, context, ids, args.num_pictures)
     if task == "segmentation":
-        return LabelMaps(trained, images, args.out, context, args.keep_size, args.num_pictures)
-    return Probabilities(trained, images, args.out, context, uses_pillow(settings))
+        return LabelMaps(trained, images, args.output_dir, context, args.keep_size, args.num_pictures)
+    return Probabilities(trained, images, args.output_dir, context, uses_pillow(settings))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Predicts the images that are missing. The exit code is 1 if some cannot be read."""
     parser = get_args_parser()
     args = parser.parse_args(argv)
-    with evaluation_session(parser, args, args.out, check_flags) as session:
+    with evaluation_session(parser, args, args.output_dir, check_flags) as session:
         if session.process.world_size > 1:
-            raise ValueError("it runs in one process: start one for each part of the images, with an --out of its own")
+            raise ValueError("it runs in one process: start one for each part of the images, with its own --output_dir")
         predictor = make_predictor(args, session)
         num_images = len(predictor.images)
         progress = Progress(num_images, num_images - len(predictor.missing()))
@@ -188,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         finally:
             progress.close()
         num_written = num_images - len(predictor.missing())
-        session.print(f"predicted {num_written} of {count_of(num_images, 'image')}: {args.out}")
+        session.print(f"predicted {num_written} of {count_of(num_images, 'image')}: {args.output_dir}")
     if progress.num_unreadable:
         parser.exit(1, f"{PROGRAM}: error: {count_of(progress.num_unreadable, 'image')} cannot be read\n")
 

@@ -31,7 +31,7 @@ from util.run.files.reports import read_json
 
 def run(folder, images, out, *flags):
     """Predicts. Returns the exit code."""
-    words = [folder, images, "--out", out, "--device", "cpu", "--num_workers", 0, *flags]
+    words = [folder, images, "--output_dir", out, "--device", "cpu", "--num_workers", 0, *flags]
     try:
         predict.main([str(word) for word in words])
     except SystemExit as stop:
@@ -377,7 +377,7 @@ def test_a_scene_that_would_be_scaled_is_refused(scenes, tmp_path, capsys, monke
         monkeypatch.setattr(module, "max_pixels", lambda: 1000)
     folder, _ = scenes
     write_layouts(tmp_path / "scenes", bands(9, size=(48, 77)))
-    words = [folder, tmp_path / "scenes", "--out", tmp_path / "out", "--device", "cpu"]
+    words = [folder, tmp_path / "scenes", "--output_dir", tmp_path / "out", "--device", "cpu"]
     message = refused(capsys, predict.main, *words)
     assert "has 48 x 77 pixels, which --image_scale of the run would make 24 x 39: give --keep_size" in message
 
@@ -543,17 +543,20 @@ def test_images_of_one_stem_are_two_images(detected, shapes, tmp_path):  # noqa:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("{run} {data}/none --out {tmp}/o", "none' does not exist: give a folder of images, a tar, a list of paths"),
-        ("{run} {tmp} --out {tmp}-o", "and the folders in it hold no image or tar; read are .jpg"),
-        ("{tmp}/none {data} --out {tmp}/o", "RUN '{tmp}/none' does not exist"),
-        ("{run} {data} --out {data}/o", "--out '{data}/o' lies inside the images"),
         (
-            "{run} {data} --out {tmp}/o --keep_size",
+            "{run} {data}/none --output_dir {tmp}/o",
+            "none' does not exist: give a folder of images, a tar, a list of paths",
+        ),
+        ("{run} {tmp} --output_dir {tmp}-o", "and the folders in it hold no image or tar; read are .jpg"),
+        ("{tmp}/none {data} --output_dir {tmp}/o", "RUN '{tmp}/none' does not exist"),
+        ("{run} {data} --output_dir {data}/o", "--output_dir '{data}/o' lies inside the images"),
+        (
+            "{run} {data} --output_dir {tmp}/o --keep_size",
             "--keep_size is for segmentation, and '{run}' is a model of classif",
         ),
-        ("{run} {data} --out {tmp}/o --image_ids x", "--image_ids is for detection"),
+        ("{run} {data} --output_dir {tmp}/o --image_ids x", "--image_ids is for detection"),
         (
-            "{run} {run}/checkpoint-3.pth --out {tmp}/o",
+            "{run} {run}/checkpoint-3.pth --output_dir {tmp}/o",
             "is no image, no tar, and no text file with a path on each line",
         ),
     ],
@@ -566,7 +569,7 @@ def test_what_cannot_be_predicted_is_refused(classified, labelled, tmp_path, cap
 
 def test_predictions_of_two_models_do_not_mix(classified, segmented, labelled, tmp_path, capsys):  # noqa: F811
     run(classified[0], labelled / "val", tmp_path / "out")
-    words = [segmented, labelled / "val", "--out", tmp_path / "out", "--device", "cpu"]
+    words = [segmented, labelled / "val", "--output_dir", tmp_path / "out", "--device", "cpu"]
     message = refused(capsys, predict.main, *words)
     assert re.search(f"holds predictions by '{classified[0]}/checkpoint-.*' .model was", message)
 
@@ -574,9 +577,9 @@ def test_predictions_of_two_models_do_not_mix(classified, segmented, labelled, t
 def test_outputs_of_other_programs_are_refused(segmented, labelled, tmp_path, capsys):  # noqa: F811
     """A label map of the data is no prediction."""
     (tmp_path / "out" / "labels").mkdir(parents=True)
-    words = [segmented, labelled / "val", "--out", tmp_path / "out", "--device", "cpu"]
-    assert "holds labels of another program: choose another --out" in refused(capsys, predict.main, *words)
-    words[words.index("--out") + 1] = segmented
+    words = [segmented, labelled / "val", "--output_dir", tmp_path / "out", "--device", "cpu"]
+    assert "holds labels of another program: choose another" in refused(capsys, predict.main, *words)
+    words[words.index("--output_dir") + 1] = segmented
     assert "holds settings.json of another program" in refused(capsys, predict.main, *words)
 
 
@@ -585,7 +588,7 @@ def test_a_list_under_whose_images_names_change_is_refused(classified, labelled,
     (tmp_path / "list.txt").write_text(f"{labelled}/val/cat/0.png\n")
     run(classified[0], tmp_path / "list.txt", tmp_path / "out")
     (tmp_path / "list.txt").write_text(f"{labelled}/val/cat/0.png\n{labelled}/val/dog/0.png\n")
-    words = [classified[0], tmp_path / "list.txt", "--out", tmp_path / "out", "--device", "cpu"]
+    words = [classified[0], tmp_path / "list.txt", "--output_dir", tmp_path / "out", "--device", "cpu"]
     message = refused(capsys, predict.main, *words)
     assert f"(root was {labelled.resolve()}/val/cat and now is {labelled.resolve()}/val)" in message
 
@@ -594,7 +597,7 @@ def test_two_images_of_one_label_file_are_refused(segmented, tmp_path, capsys): 
     (tmp_path / "images").mkdir()
     for name in ("a.png", "a.jpg"):
         write_photo(tmp_path / "images" / name)
-    words = [segmented, tmp_path / "images", "--out", tmp_path / "out", "--device", "cpu"]
+    words = [segmented, tmp_path / "images", "--output_dir", tmp_path / "out", "--device", "cpu"]
     assert "'a.jpg' and 'a.png' would both be written to" in refused(capsys, predict.main, *words)
 
 
