@@ -578,7 +578,7 @@ def test_outputs_of_other_programs_are_refused(segmented, labelled, tmp_path, ca
     """A label map of the data is no prediction."""
     (tmp_path / "out" / "labels").mkdir(parents=True)
     words = [segmented, labelled / "val", "--output_dir", tmp_path / "out", "--device", "cpu"]
-    assert "holds labels of another program: choose another" in refused(capsys, predict.main, *words)
+    assert "holds labels of another program: choose another folder" in refused(capsys, predict.main, *words)
     words[words.index("--output_dir") + 1] = segmented
     assert "holds settings.json of another program" in refused(capsys, predict.main, *words)
 

@@ -220,16 +220,18 @@ def write_record(folder: Path, settings: Mapping[str, Any], facts: Mapping[str, 
             record = json.loads(path.read_text())
             before = record["settings"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{str(path)!r} is no file of this program: choose another") from error
+            raise ValueError(f"{str(path)!r} is no file of this program: choose another folder") from error
         changes = describe_changes(before, json.loads(json.dumps(settings)))
         if changes:
             owner = record.get("checkpoint")
-            raise ValueError(f"--output_dir {str(folder)!r} holds predictions by {owner!r} ({changes}): choose another")
+            raise ValueError(
+                f"--output_dir {str(folder)!r} holds predictions by {owner!r} ({changes}): choose another folder"
+            )
     else:
         foreign = [name for name in FOREIGN if (folder / name).exists()]
         if foreign:
             raise ValueError(
-                f"--output_dir {str(folder)!r} holds {', '.join(foreign)} of another program: choose another"
+                f"--output_dir {str(folder)!r} holds {', '.join(foreign)} of another program: choose another folder"
             )
     write_json(path, {"settings": settings, **facts})
 
