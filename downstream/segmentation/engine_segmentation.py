@@ -174,6 +174,8 @@ def slide_blocks(
         del imgs
         if sums is None:
             sums = logits.new_zeros(logits.shape[1], window_height, held_width)
+            row_counts = row_counts.to(sums.device)
+            column_counts = column_counts.to(sums.device)
         for (top, left), values in zip(batch, logits, strict=True):
             resized = resize_logits(values, window)
             turn = top % window_height
@@ -189,7 +191,7 @@ def slide_blocks(
             if left < wanted.start:
                 continue  # the sums lack windows further left
             counts = row_counts[top:bottom, None] * column_counts[left:right]
-            mean = total / counts.to(total.device)
+            mean = total / counts
             rows = slice(top, min(bottom, height))
             columns = slice(left, min(right, width))
             yield Block(rows, columns, mean[:, : rows.stop - top, : columns.stop - left])
