@@ -1,12 +1,9 @@
 """The documents hold what they promise: snippets run, commands parse, names exist, numbers are those of the files."""
 
-import ast
-import csv
 import os
 import re
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
 from functools import cache
@@ -273,203 +270,7 @@ def test_named_flags_exist() -> None:
     assert unknown == []
 
 
-# ------------------------------------------------------------------------------------------------------------- numbers
-
-
-def rows_of(name: str) -> list[dict[str, str]]:
-    with open(ROOT / "docs" / name, newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_the_table_of_faults_is_that_of_the_tests() -> None:
-    """Each row is the mark of a test: what is done, what is expected, and the test's file."""
-    marked = {}
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "fault":
-                row, action, expected = (ast.literal_eval(argument) for argument in node.args)
-                marked[row] = {
-                    "row": row,
-                    "action": action,
-                    "expected": expected,
-                    "test": page_name(path),
-                }
-    assert {row["row"]: row for row in rows_of("faults.csv")} == marked
-
-
-def test_the_costs_of_a_step_are_those_of_the_files() -> None:
-    """Counts as they are, times within their noise of 0.04."""
-    text = (ROOT / "docs" / "costs.md").read_text()
-    row_of_table = r"^\| \.(\d+) \| (\S+) \| (\S+) / \S+ \| (\S+) / \S+ \| (\S+) / \S+ \|"
-    printed = {}
-    for throw_ratio, method, *cells in re.findall(row_of_table, text, re.MULTILINE):
-        arm = method.lower().replace("-", "") + throw_ratio
-        printed[f"{arm}_vit_base_100ep"] = cells
-    assert len(printed) == 4
-    for row in (*rows_of("cost_vit_base_cpu.csv"), *rows_of("cost_reference_cpu.csv")):
-        if row["recipe"] in printed:
-            macs, memory, time = printed[row["recipe"]]
-            assert f"{float(row['gmac_ratio']):.3f}" == f"0{macs}"
-            assert f"{float(row['saved_mb_ratio']):.3f}" == f"0{memory}"
-            assert float(time) == pytest.approx(float(row["ms_ratio"]), abs=0.045)
-    time = printed["prmim50_vit_base_100ep"][-1]
-    assert f"{time} ± 0.04 of MAE's time" in " ".join(README.read_text().split())
-
-
-def test_the_third_study_prints_the_differences_of_its_rows() -> None:
-    outcome = {}
-    for row in rows_of("studies/study_frozen14.csv"):
-        outcome[row["arm"], row["seed"]] = (float(row["knn"]) + float(row["ridge"])) / 2
-
-    def mean(method: str, seed: str) -> float:
-        if method == "MAE":
-            return outcome["mae", seed]
-        arm = method.lower().replace("-", "")
-        return (outcome[f"{arm}50", seed] + outcome[f"{arm}65", seed]) / 2
-
-    text = (ROOT / "docs" / "study.md").read_text()
-    printed = re.findall(r"^\| (\S+) − (\S+) \| ([−+][\d.]+) \[", text, re.MULTILINE)
-    assert len(printed) == 5
-    seeds = sorted({seed for _, seed in outcome})
-    for method, other, difference in printed:
-        differences = [mean(method, seed) - mean(other, seed) for seed in seeds]
-        assert difference == f"{statistics.mean(differences):+.2f}".replace("-", "−")
-
-
-LENGTH_ARMS = ("mae", "plain50", "progressive50", "prmim50")
-Outcomes = dict[tuple[str, str, int], list[float]]  # {(outcome, arm, passes): percent of each seed}
-
-
-def outcomes_of_length() -> Outcomes:
-    outcomes: Outcomes = {}
-    for row in sorted(rows_of("studies/study_length.csv"), key=lambda row: row["seed"]):
-        measured = {"fine-tuned": row["finetuned"], "last block fine-tuned": row["last_block"]}
-        values = {outcome: float(percent) for outcome, percent in measured.items() if percent}
-        values["frozen"] = (float(row["knn"]) + float(row["ridge"])) / 2
-        for outcome, value in values.items():
-            outcomes.setdefault((outcome, row["arm"], int(row["passes"])), []).append(value)
-    return outcomes
-
-
-# Student's t at .975, by the number of seeds.
-QUANTILES = {4: 3.1824, 8: 2.3646, 18: 2.1098}
-Scores = dict[str, dict[str, float]]  # {arm: {seed: percent}}
-CONTRASTS = (("plain50", "mae"), ("progressive50", "plain50"), ("prmim50", "mae"), ("prmim50", "progressive50"))
-
-
-def scores_of(rows: list[dict[str, str]], outcome: str, **conditions: str) -> Scores:
-    """Returns the percent of fine-tuning or of frozen features in the rows of a study that meet the conditions."""
-    scores: Scores = {}
-    for row in rows:
-        if any(row[name] != value for name, value in conditions.items()):
-            continue
-        if outcome == "frozen" and row["knn"]:
-            scores.setdefault(row["arm"], {})[row["seed"]] = (float(row["knn"]) + float(row["ridge"])) / 2
-        if outcome == "fine-tuned":
-            percent = row.get("finetuned") or row.get("top1")
-            if percent:
-                scores.setdefault(row["arm"], {})[row["seed"]] = float(percent)
-    return scores
-
-
-def printed_difference(scores: Scores, arm: str, other: str) -> str:
-    """Returns the mean difference over the seeds of both arms, with its 95 % interval, as the pages print it."""
-    seeds = sorted(scores[arm].keys() & scores[other].keys())
-    gains = [scores[arm][seed] - scores[other][seed] for seed in seeds]
-    half = QUANTILES[len(seeds)] * statistics.stdev(gains) / len(seeds) ** 0.5
-    return f"{statistics.mean(gains):+.2f} ± {half:.2f}".replace("-0.00", "0.00").replace("-", "−")
-
-
-def all_scores() -> dict[tuple[str, str, str], Scores]:
-    """Returns {(steps × images, tokens, outcome): scores}."""
-    gpu = rows_of("studies/study_gpu.csv")
-    length = rows_of("studies/study_length.csv")
-    found = {}
-    for outcome in ("fine-tuned", "frozen"):
-        for passes, steps in (("32", "6,240"), ("24", "4,680"), ("8", "1,560")):
-            found[f"{steps} × 256", "8×8, one rate", outcome] = scores_of(gpu, outcome, passes=passes)
-        for passes, steps in (("8", "12,496"), ("4", "6,248"), ("1", "1,562")):
-            found[f"{steps} × 32", "8×8", outcome] = scores_of(length, outcome, passes=passes)
-        found["1,562 × 32", "14×14", outcome] = scores_of(rows_of("studies/study_frozen14.csv"), outcome)
-        found["781 × 32", "14×14", outcome] = scores_of(rows_of("studies/study_grid14.csv"), outcome)
-    del found["1,560 × 256", "8×8, one rate", "fine-tuned"]
-    return found
-
-
-def test_when_throwing_pays_is_that_of_the_rows() -> None:
-    _, table, _ = re.split("<!-- .*throwing -->", (ROOT / "docs" / "pretrain.md").read_text())
-    expected = all_scores()
-    lines = table.strip().splitlines()[2:]
-    assert len(lines) == len(expected)
-    for line in lines:
-        setting, seeds, outcome, *differences = line.strip("| ").split(" | ")
-        steps, _, tokens = setting.partition(", ")
-        scores = expected[steps, tokens, outcome]
-        assert seeds == str(min(len(of_arm) for of_arm in scores.values()))
-        assert differences == [printed_difference(scores, *contrast) for contrast in CONTRASTS], setting
-
-
-def test_the_longest_runs_are_printed_as_measured() -> None:
-    expected = all_scores()
-    text = " ".join((ROOT / "docs" / "study.md").read_text().split())
-    level = {}
-    for (steps, _, outcome), scores in expected.items():
-        level[steps, outcome] = f"{statistics.mean(scores['mae'].values()):.2f}"
-    longest, shorter, shortest = "6,240 × 256", "4,680 × 256", "1,560 × 256"
-    of_longest = f"{level[longest, 'fine-tuned']} fine-tuned after 32 passes"
-    frozen = f"frozen {level[longest, 'frozen']} after 32, {level[shorter, 'frozen']} after 24"
-    assert f"MAE reached {of_longest} and {level[shorter, 'fine-tuned']} after 24, {frozen}" in text
-    assert f"and {level[shortest, 'frozen']} after 8." in text
-    primary = printed_difference(expected[longest, "8×8, one rate", "fine-tuned"], "prmim50", "mae")
-    assert f"within ±0.5: {primary}, **undecided**" in text
-    _, table, _ = re.split("<!-- .*measured.* -->", README.read_text())
-    mae, plain, prmim = [line.strip("| ").split(" | ")[1:] for line in table.strip().splitlines()[2:]]
-    for column, outcome in enumerate(("fine-tuned", "frozen")):
-        scores = expected["6,240 × 256", "8×8, one rate", outcome]
-        assert mae[column] == f"{statistics.mean(scores['mae'].values()):.2f}"
-        assert plain[column] == printed_difference(scores, "plain50", "mae")
-        assert prmim[column] == printed_difference(scores, "prmim50", "mae")
-
-
-def test_the_study_of_length_prints_the_answers_of_its_rows() -> None:
-    """The five differences, and that the smallest p-value is above Holm's first bound."""
-    outcomes = outcomes_of_length()
-
-    def gain(outcome: str, arm: str, other: str, passes: int) -> list[float]:
-        pairs = zip(outcomes[outcome, arm, passes], outcomes[outcome, other, passes], strict=True)
-        return [value - of_other for value, of_other in pairs]
-
-    gains = [gain("frozen", "progressive50", "plain50", passes) for passes in (1, 4, 8)]
-    slopes = [statistics.linear_regression((0, 2, 3), of_seed).slope for of_seed in zip(*gains, strict=True)]
-    sampling = []
-    for outcome in ("fine-tuned", "frozen"):
-        sampling += [gain(outcome, "prmim50", "progressive50", passes) for passes in (1, 4, 8)]
-    differences = [
-        gain("fine-tuned", "plain50", "mae", 8),
-        gain("fine-tuned", "progressive50", "plain50", 8),
-        gain("fine-tuned", "prmim50", "mae", 8),
-        slopes,
-        [statistics.mean(of_seed) for of_seed in zip(*sampling, strict=True)],
-    ]
-    text = (ROOT / "docs" / "study.md").read_text()
-    printed = re.findall(
-        r"^\| (\d): .* \| (\S+) \| (\S+) to (\S+) \| (\.\d+) \|$", text.replace("−", "-"), re.MULTILINE
-    )
-    assert [number for number, *_ in printed] == ["1", "2", "3", "4", "5"]
-    for (number, mean, low, high, p), of_seed in zip(printed, differences, strict=True):
-        assert mean == f"{statistics.mean(of_seed):+.2f}"
-        quantile = 3.4995  # of Student's t with 7 degrees of freedom, at .995
-        if number == "3":
-            quantile = 2.9980  # at .99
-        half = quantile * statistics.stdev(of_seed) / 8**0.5
-        assert float(low) == pytest.approx(statistics.mean(of_seed) - half, abs=0.006)
-        assert float(high) == pytest.approx(statistics.mean(of_seed) + half, abs=0.006)
-        assert float(p) > 0.05 / 5
-        # A p-value above the bound is an interval of its level that reaches the value of the test.
-        reached = [0.0]
-        if number == "3":
-            reached = [-0.5, 0.5]
-        assert any(float(low) <= value <= float(high) for value in reached)
+# -------------------------------------------------------------------------------------------------------------- the map
 
 
 def test_the_map_of_the_code_names_every_module() -> None:
@@ -499,9 +300,6 @@ def test_the_names_of_the_map_are_in_the_files_of_their_rows() -> None:
 # ---------------------------------------------------------------------------------------------------- the batch script
 
 
-@pytest.mark.fault(
-    "F54", "the guide's batch script, alone and in an array: srun ends with a code", "requeued if that can help"
-)
 @pytest.mark.parametrize(
     ("code", "idle", "moved", "state", "requeued"),
     [  # idle: starts without progress in a row before this one

@@ -130,7 +130,6 @@ def assert_same_best(ours, theirs):
         assert torch.equal(best["model"][name], value), name
 
 
-@pytest.mark.fault("F7", "fine-tuning with mixup and drop path, stopped", "exact")
 @pytest.mark.parametrize("flags", [(), ("--trainable_blocks", 0, "--precision", "bf16")])
 def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(labelled, pretrained, tmp_path, flags):
     """With RandAugment, erasing, mixup and drop path: stopped in mid-epoch, with other workers."""
@@ -387,11 +386,6 @@ def test_a_probe_s_running_statistics_are_the_checkpoint_s_in_every_process(labe
 # --------------------------------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.fault(
-    "F32",
-    "classes that do not fit the data, or val/ not train/",
-    "exit code 2, with the numbers and the first that differs",
-)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -211,7 +211,6 @@ def test_the_micro_batch_of_greenmim_changes_results(photos, tmp_path, capsys):
     assert "warning: --batch_size was 8 and now is 4" in capsys.readouterr().out
 
 
-@pytest.mark.fault("F2", "stops at an epoch's end and one step from it", "exact")
 def test_tec_trains_and_resumes_with_its_teacher(photos, tmp_path, capsys, teacher):
     """The teacher is in no checkpoint; it may move, and another one is pointed out."""
     flags = ("--model", "tec_vit_micro_patch4", "--teacher")
@@ -267,9 +266,6 @@ def test_loss_falls(photos, tmp_path):
     assert losses[-1] < 0.75 * losses[0]
 
 
-@pytest.mark.fault("F1", "a stop in mid-epoch", "exact")
-@pytest.mark.fault("F3", "other numbers of workers at each start", "exact")
-@pytest.mark.fault("F6", "a signal in the middle of an accumulation", "the step is finished, then saved; exact")
 def test_a_run_stopped_inside_an_accumulation_and_an_epoch_resumes_bit_for_bit(photos, tmp_path, monkeypatch, capsys):
     """By a signal to the trainer and its workers: weights, moments and logs are those of the undisturbed run."""
     flags = ("--batch_size", 4, "--accum_iter", 2, "--print_freq", 3)
@@ -315,7 +311,6 @@ def test_a_signal_to_a_run_at_its_end_is_noted_alone(photos, tmp_path, monkeypat
         signal.signal(signal.SIGUSR2, previous)
 
 
-@pytest.mark.fault("F12", "a signal to one process of two", "both stop after the same step; 0 lost")
 def test_a_signal_to_one_of_two_processes_stops_both_and_loses_no_step(photos, tmp_path):
     """Through torchrun, one signal to a rank: no rank waits for the other."""
     fault = ("signal", 3, "1", "-")
@@ -436,9 +431,6 @@ def test_torchrun_with_two_processes_is_the_one_process_run(photos, tmp_path):
 TEC = "--model tec_vit_micro_patch4"
 
 
-@pytest.mark.fault(
-    "F33", "data smaller than a batch, and other errors of the user", "exit code 2 before the first step, one paragraph"
-)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -483,9 +475,6 @@ RECIPE = "--recipe attention50_vit_base_100ep"
 CROSSMAE = "--model crossmae_vit_micro_patch4"
 
 
-@pytest.mark.fault(
-    "U102", "a flag that has no effect with the others: --norm_pix_loss for LocalMIM", "refused; said why"
-)
 @pytest.mark.parametrize(
     ("flags", "name", "reason"),
     [
@@ -539,7 +528,6 @@ def test_a_value_that_nobody_gives_may_have_no_effect(flags):
     check(flags)
 
 
-@pytest.mark.fault("F39", "a checkpoint of another model", "exit code 4, with the keys and shapes")
 def test_a_checkpoint_of_another_model_names_the_keys(photos, tmp_path, capsys):
     out = tmp_path / "out"
     pretrain(photos, out, "--max_steps", 1)

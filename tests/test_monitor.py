@@ -79,7 +79,6 @@ def test_weights_and_losses_are_bit_equal_with_and_without(plain, watched):
     assert others == reports_without_times(folder)
 
 
-@pytest.mark.fault("F2", "stops at an epoch's end and one step from it", "exact")
 @pytest.mark.parametrize(
     ("before", "after", "steps"),
     [

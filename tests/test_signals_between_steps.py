@@ -59,9 +59,6 @@ def results(folder):
     return content["last"], content.get("best")
 
 
-@pytest.mark.fault(
-    "F72", "a signal in the middle of an evaluation", "0 steps lost, no partial result; done at the next start; exact"
-)
 @pytest.mark.parametrize("name", CASES)
 def test_a_signal_in_work_between_steps(name, data_of, tmp_path, monkeypatch):
     step, program = CASES[name]

@@ -174,9 +174,6 @@ def test_two_nodes_make_one_run(undisturbed):
     assert undisturbed[-1] < undisturbed[0]
 
 
-@pytest.mark.fault(
-    "F44", "USR2; preemption (TERM alone); an administrator's requeue", "saved, requeued at the very step; exact"
-)
 @pytest.mark.parametrize("requeue", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_signals_cost_no_step(undisturbed, photos, tmp_path, requeue):
     """Before the time limit SLURM sends USR2. A preemption and an administrator's requeue send TERM alone."""
@@ -214,9 +211,6 @@ TrainLoop.stop_if_asked = hold
 """
 
 
-@pytest.mark.fault(
-    "F44c", "USR2, preemption and scancel inside evaluations", "saved, requeued where it is due; 0 lost; exact"
-)
 def test_signals_in_evaluations_cost_no_step(undisturbed, photos, tmp_path):
     """The first three evaluations last until a signal comes. Nothing else would save before the end."""
     run = Run(photos, tmp_path / "run")
@@ -242,14 +236,6 @@ def test_signals_in_evaluations_cost_no_step(undisturbed, photos, tmp_path):
     assert evaluated == [0, 12, 24, 36, 48, 60, 72]
 
 
-@pytest.mark.fault(
-    "F44b", "scancel, and the same command again", "saved, not requeued; goes on at the very step; exact"
-)
-@pytest.mark.fault(
-    "F45",
-    "SIGKILL of one process of a job",
-    "requeued by the launcher's guard; exact",
-)
 def test_what_is_cancelled_or_killed_goes_on(undisturbed, photos, tmp_path):
     """A cancelled job has saved and is not requeued. The next one loses a process and is requeued."""
     run = Run(photos, tmp_path / "run")
@@ -352,11 +338,6 @@ def test_a_site_s_options_hold_for_requeues_too(slurm, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.fault(
-    "F45b",
-    "a node lost: its daemon, its step's keeper and its process killed",
-    "requeued; exact",
-)
 def test_a_run_outlives_its_node(undisturbed, photos, tmp_path):
     """SLURM gives the node up some 20 s after its daemon has died, and requeues the job itself."""
     run = Run(photos, tmp_path / "run")
@@ -377,7 +358,6 @@ def test_a_run_outlives_its_node(undisturbed, photos, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.fault("F43", "time limits of a minute", "requeued at the very step, as often as it takes; 0 lost")
 def test_a_run_outlasts_its_time_limits(slurm, photos, tmp_path):
     """Jobs of one minute: SLURM looks at the clock each half minute, so that the signal comes early."""
     run = Run(photos, tmp_path / "run", epochs=100)

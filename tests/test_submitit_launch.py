@@ -119,9 +119,6 @@ def test_errors_come_before_the_queue(capsys, flags, message, tmp_path, monkeypa
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.fault(
-    "F45c", "starts without a step, ended by signals or deaths", "the fourth in a row ends the job; said"
-)
 @pytest.mark.parametrize(
     ("rc", "said", "idle", "now", "state", "left"),
     [  # idle: starts without progress in a row before this one; left: after it, if the job is requeued
@@ -263,7 +260,6 @@ TrainLoop.begin_step = _hold
 
 
 @pytest.mark.timeout(900)  # it starts Python, which imports torch, six times
-@pytest.mark.fault("F46", "a signal under submitit's local controller", "requeued at the very step; 0 lost")
 def test_two_processes_are_requeued_by_a_signal_and_end_as_if_there_had_been_none(photos, tmp_path, monkeypatch):
     """submitit's local controller runs a copy of the code. The requeued run resumes at the step of the signal."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for others' cores make a step take seconds
@@ -305,11 +301,6 @@ def project(tmp_path, monkeypatch):
     return root
 
 
-@pytest.mark.fault(
-    "U13",
-    "the code is edited, and the job submitted again",
-    "the new submission runs the code of today; requeues keep theirs",
-)
 def test_each_submission_has_the_code_of_its_day(tmp_path, project):
     first = submitit_launch.snapshot(tmp_path / "run")
     assert {path.name for path in first.iterdir()} == {"main_pretrain.py", "util", code_version.RECORD}
@@ -340,9 +331,6 @@ def test_a_node_without_the_folder_of_the_submission_ends_the_job(tmp_path, caps
     assert "submit from a folder that all nodes share" in capsys.readouterr().err
 
 
-@pytest.mark.fault(
-    "U14", "--output_dir=X, or an abbreviation, given to the launcher", "X is the run's folder, as with a space"
-)
 @pytest.mark.parametrize("main", submitit_launch.MAINS)
 def test_the_folder_is_the_one_that_is_given(main, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -358,9 +346,6 @@ def test_the_folder_is_the_one_that_is_given(main, tmp_path, monkeypatch):
     assert folder.name.startswith(f"{main}-2")
 
 
-@pytest.mark.fault(
-    "U15", "a job is submitted where there is no SLURM, or sbatch refuses it", "one line that says so; exit code 1"
-)
 @pytest.mark.parametrize("sbatch", [None, "echo no such partition >&2; exit 1"])
 def test_a_submission_that_fails_is_told_in_one_line(sbatch, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -375,7 +360,6 @@ def test_a_submission_that_fails_is_told_in_one_line(sbatch, tmp_path, monkeypat
     assert ("no such partition" if sbatch else "srun") in message
 
 
-@pytest.mark.fault("U16", "a job that --wait waits for ends with an error", "one line that names its log; exit code 1")
 def test_a_job_that_fails_is_told_in_one_line(tmp_path):
     main = submitit_launch.snapshot(tmp_path / "run") / "main_pretrain.py"  # what the job runs
     main.write_text("import sys\n\n\ndef main(argv):\n    sys.exit(2)\n")
@@ -384,9 +368,6 @@ def test_a_job_that_fails_is_told_in_one_line(tmp_path):
     assert re.search(r"error: job \d+ has ended, but its run has not; see .+_log.err$", stop.value.code)
 
 
-@pytest.mark.fault(
-    "U73", "a signal to a run under `submitit_launch.py --cluster debug && next`", "saved; the second does not run"
-)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_stopped_run_in_this_process_is_not_finished(photos, tmp_path, before_step, name):
     before_step(1, lambda: os.kill(os.getpid(), getattr(signal, name)))

@@ -180,7 +180,6 @@ def test_other_data_is_named_once_on_resume(dense, tmp_path, capsys):
     assert "epochs" not in message
 
 
-@pytest.mark.fault("F48", "a run that ends after fewer than 20 steps that are not finite", "exit code 3, no result")
 def test_a_short_run_that_diverges_is_no_result(dense, tmp_path, capsys):
     program, data, _ = dense
     message = program.refused(capsys, data, tmp_path, "--num_iters", 8, "--eval_every", 4, "--lr", 1e10, code=3)
@@ -228,7 +227,6 @@ def test_a_missing_band_is_refused_by_the_name_of_its_file(with_bands, tmp_path,
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
-@pytest.mark.fault("U81", "flags of a dense task that cannot work", "exit code 2, with the value and what is right")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -41,7 +41,6 @@ def assert_holds(model, weights, names):
         assert torch.equal(state[name], weights[name]), name
 
 
-@pytest.mark.fault("F41", "files of the releases (MAE's holds a Namespace), timm's", "read; equal tensors")
 @pytest.mark.parametrize("layout", ["model", "state_dict", "bare"])
 def test_load_encoder_accepts_the_usual_layouts(tmp_path, layout):
     """MAE's releases hold `model` and a pickled argparse.Namespace; timm's files are the state dict itself."""
@@ -103,9 +102,6 @@ def test_a_file_that_lacks_its_norm_is_refused(tmp_path):
         load_encoder(a_classifier(global_pool="token"), tmp_path / "w.pth")
 
 
-@pytest.mark.fault(
-    "U11", "--finetune of a classifier that was fine-tuned for other classes", "the encoder is loaded, the head is not"
-)
 @pytest.mark.parametrize(
     ("num_classes", "classes", "is_loaded", "remark"),
     [

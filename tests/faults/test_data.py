@@ -26,7 +26,6 @@ def copied(photos, tmp_path):
     return tmp_path / "photos", tmp_path / "photos" / "train" / "cat"
 
 
-@pytest.mark.fault("F24", "a truncated JPEG", "the next image in its place, named once; exact")
 def test_a_broken_image_is_replaced_by_the_next(copied, tmp_path):
     data, cats = copied
     original = (cats / "5.jpg").read_bytes()
@@ -42,7 +41,6 @@ def test_a_broken_image_is_replaced_by_the_next(copied, tmp_path):
         assert re.search(r"warning: 1 of 24 images .* New: '.*cat/5.jpg' cannot be dec", text)
 
 
-@pytest.mark.fault("F28", "more broken images than --max_bad_fraction", "exit code 2 with their names")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_no_step_is_lost_if_too_many_images_are_broken(copied, tmp_path, processes):
     """All steps before are good, and the user only has to raise the flag."""
@@ -83,8 +81,6 @@ def lose_tars(folder, monkeypatch):
 GONE = "the images in '.*' cannot be opened any more; the same command goes on"
 
 
-@pytest.mark.fault("F57", "the storage of the data is gone in the middle of an epoch", "saved; 0 lost; 75; exact")
-@pytest.mark.fault("F57b", "all images of the data become unreadable", "saved; 0 lost; exit code 2")
 @pytest.mark.parametrize(
     ("lose", "flags", "code", "message"),
     [
@@ -118,7 +114,6 @@ def test_no_step_is_lost_if_the_data_is_gone(
     assert_same_state(pretrain(data, tmp_path / "out", *flags), expected)
 
 
-@pytest.mark.fault("F58", "the data vanishes under two processes", "both end; exact when it is back")
 def test_two_processes_lose_the_data(photos, tmp_path, monkeypatch):
     data = tmp_path / "data"
     shutil.copytree(photos, data)
@@ -139,7 +134,6 @@ def test_a_broken_image_may_be_made_to_stop_the_run(copied, tmp_path, capsys):
     assert message.count("\n") == 1
 
 
-@pytest.mark.fault("F27", "1 x 1, 1 x 5000, palette with alpha, animated, rotated by EXIF", "all are read")
 def test_odd_images(copied, tmp_path):
     data, cats = copied
     for name, size in {"0.jpg": (1, 1), "1.jpg": (1, 5000), "2.jpg": (5000, 1)}.items():
@@ -158,7 +152,6 @@ def test_odd_images(copied, tmp_path):
 HOSTILE = "\x1b]0;owned\x07\udcff"  # would set the title of a terminal; its last byte is no text
 
 
-@pytest.mark.fault("U123", "escapes of a terminal, or bytes that are no text, in names of folders", "shown as escapes")
 def test_names_of_folders_do_not_reach_the_terminal_as_they_are(copied, tmp_path, capsys):
     data, _ = copied
     (data / "train" / HOSTILE).mkdir()
@@ -173,7 +166,6 @@ def test_names_of_folders_do_not_reach_the_terminal_as_they_are(copied, tmp_path
     assert "\x1b]" not in out
 
 
-@pytest.mark.fault("U126", "images of 8 pixels with crops of 32", "trained on; the log says that they are enlarged")
 @pytest.mark.parametrize(("side", "is_said"), [(8, True), (16, False)])
 def test_images_much_smaller_than_their_crops_are_said(labelled, tmp_path, side, is_said):
     """A single large image is no typical one."""
@@ -189,7 +181,6 @@ def test_images_much_smaller_than_their_crops_are_said(labelled, tmp_path, side,
         assert (note in (out / "log.txt").read_text()) == is_said
 
 
-@pytest.mark.fault("F26", "PNGs of 169 and 400 megapixels, of a few kilobytes", "refused by their header, not unfolded")
 def test_decompression_bombs(copied, tmp_path, monkeypatch, recwarn):
     data, cats = copied
     Image.new("1", (13000, 13000)).save(cats / "0.jpg", "PNG")
@@ -232,11 +223,6 @@ def failing_storage(monkeypatch):
     return left
 
 
-@pytest.mark.fault(
-    "F25b",
-    "storage that fails (EIO) for a second, and for good",
-    "tried again, exact; then exit code 75, no image replaced",
-)
 def test_storage_that_fails(photos, tmp_path, failing_storage, capsys):
     expected = pretrain(photos, tmp_path / "whole")
     failing_storage["reads"] = 2
@@ -246,7 +232,6 @@ def test_storage_that_fails(photos, tmp_path, failing_storage, capsys):
     assert "Input/output error" in message
 
 
-@pytest.mark.fault("F25", "files that vanish while the run reads them", "as for broken ones")
 def test_files_that_vanish(copied, tmp_path, before_step):
     data, cats = copied
 

@@ -32,9 +32,6 @@ ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534  # the user without rights
 
 
-@pytest.mark.fault(
-    "U94", "another run is started in a folder whose checkpoints were removed", "results and log of the first are kept"
-)
 def test_a_run_without_its_checkpoints_is_set_aside(labelled, tmp_path, capsys):
     out = tmp_path / "out"
     finetune(labelled, out)
@@ -58,7 +55,6 @@ def test_a_run_without_its_checkpoints_is_set_aside(labelled, tmp_path, capsys):
     assert [path.name for path in out.glob("earlier-*")] == ["earlier-1"]
 
 
-@pytest.mark.fault("F36", "all checkpoints damaged", "exit code 4; no start from scratch by accident")
 def test_a_damaged_checkpoint_is_passed_over_aloud(photos, tmp_path, capsys):
     folder = tmp_path / "out"
     expected = pretrain(photos, folder)
@@ -106,11 +102,6 @@ def test_another_precision_does_not_inherit_the_loss_scale(photos, tmp_path, cap
     assert "warning: --precision was fp16 and now is bf16" in capsys.readouterr().out
 
 
-@pytest.mark.fault(
-    "F8",
-    "files renamed, added or removed since the last start",
-    "refused, with both fingerprints; --allow_changes goes on",
-)
 def test_changed_data_is_refused_or_by_request_accepted(photos, tmp_path, capsys):
     data = tmp_path / "photos"
     shutil.copytree(photos, data)
@@ -125,9 +116,6 @@ def test_changed_data_is_refused_or_by_request_accepted(photos, tmp_path, capsys
     assert "warning: the data had 24 images" in capsys.readouterr().out
 
 
-@pytest.mark.fault(
-    "F42", "a second run in the same folder", "refused, with the process that holds it; a dead one holds nothing"
-)
 def test_a_folder_takes_one_run_at_a_time(photos, tmp_path, capsys):
     output_dir = tmp_path / "out"
     with held_by_another_process(output_dir) as message:
@@ -135,7 +123,6 @@ def test_a_folder_takes_one_run_at_a_time(photos, tmp_path, capsys):
     pretrain(photos, output_dir, "--max_steps", 1)  # a lock goes with its process
 
 
-@pytest.mark.fault("U78", "a start that fails", "nothing is left, neither folders nor a lock")
 @pytest.mark.parametrize("flags", [(), ("--knn_every", 1)])
 def test_a_start_that_fails_leaves_no_trace(photos, tmp_path, capsys, flags):
     """Before the log is opened, and after it."""
@@ -171,9 +158,6 @@ run_program(lambda: main_pretrain.main(sys.argv[1:]), "main_pretrain.py")
 """
 
 
-@pytest.mark.fault(
-    "U78b", "a signal while a start looks at the images", "nothing is left; the exit code is that of the signal"
-)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
 def test_a_start_that_a_signal_ends_leaves_no_trace(photos, tmp_path, name):
     mark = tmp_path / "mark"
@@ -189,7 +173,6 @@ def test_a_start_that_a_signal_ends_leaves_no_trace(photos, tmp_path, name):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.fault("U79", "--output_dir holds another program's log.jsonl or settings.json", "refused; it stays")
 @pytest.mark.parametrize("name", ["log.txt", "log.jsonl", "settings.json", "results.json"])
 def test_files_of_others_are_not_overwritten(photos, tmp_path, capsys, name):
     (tmp_path / "out").mkdir()
@@ -211,10 +194,6 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-@pytest.mark.fault(
-    "F37", "a full disk", "a warning, and training goes on; no stump is left; the older checkpoint loads"
-)
-@pytest.mark.fault("F37c", "a start on a full disk", "refused, with the space that is missing")
 def test_a_full_disk(photos, tmp_path, small_disk, capsys, before_step):
     """The disk is filled after the first epoch's checkpoint, apart from room for logs. The last save is required."""
     output_dir = small_disk / "out"
@@ -245,7 +224,6 @@ def test_a_full_disk(photos, tmp_path, small_disk, capsys, before_step):
     assert_same_state(pretrain(photos, output_dir, *flags), expected)
 
 
-@pytest.mark.fault("F38", "an output folder that cannot be written to", "exit code 2 at the start")
 def test_a_read_only_folder(photos, small_disk, capsys):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     assert "cannot be written to" in pretrain.refused(capsys, photos, small_disk / "out")
@@ -267,11 +245,6 @@ def delete_after_save(output_dir, folder):
     wait_until(is_gone)
 
 
-@pytest.mark.fault(
-    "F60",
-    "the output folder is deleted while the run goes on",
-    "the next save makes it again; exit code 75; 0 steps lost, exact",
-)
 def test_a_deleted_output_folder(photos, tmp_path, before_step, capsys):
     expected = pretrain(photos, tmp_path / "whole", "--epochs", 3)
     output_dir = tmp_path / "new" / "out"
@@ -282,7 +255,6 @@ def test_a_deleted_output_folder(photos, tmp_path, before_step, capsys):
     assert [r["step"] for r in reports(output_dir)] == [7, 8, 9]
 
 
-@pytest.mark.fault("F60b", "the deleted folder is another run's by now", "exit code 2 with that process")
 def test_a_folder_that_another_run_has_taken(photos, tmp_path, before_step, capsys):
     out = tmp_path / "out"
     holders = []
@@ -298,7 +270,6 @@ def test_a_folder_that_another_run_has_taken(photos, tmp_path, before_step, caps
     assert not list(out.glob("checkpoint*"))
 
 
-@pytest.mark.fault("F60c", ".lock is removed while the run goes on", "made again with a warning; goes on, exact")
 def test_a_lock_that_is_removed_alone(photos, tmp_path, before_step, capsys):
     expected = pretrain(photos, tmp_path / "whole", "--epochs", 3)
     out = tmp_path / "out"
@@ -308,11 +279,6 @@ def test_a_lock_that_is_removed_alone(photos, tmp_path, before_step, capsys):
     assert (out / ".lock").read_text().startswith(f"process {os.getpid()} on ")
 
 
-@pytest.mark.fault(
-    "F60d",
-    "the output folder is moved away, or its file system unmounted",
-    "nothing is written there; exit code 75; once it is back, goes on, exact",
-)
 @pytest.mark.parametrize("name", ["", "out"])
 @pytest.mark.parametrize("loss", ["moved", "unmounted"])
 def test_a_folder_that_is_elsewhere(photos, tmp_path, before_step, capsys, request, loss, name):
@@ -381,9 +347,6 @@ def exit_code_as_nobody(*command):
         os._exit(code)
 
 
-@pytest.mark.fault(
-    "F61", "a lock, a log or a checkpoint in the output folder belongs to another user", "exit code 2 with the owner"
-)
 @pytest.mark.parametrize(
     "name",
     [
@@ -413,7 +376,6 @@ def test_a_file_of_another_user(folder_of_nobody, tmp_path, capfd, name):
     assert f"Permission denied: '{output_dir / name}' ('{output_dir / name}' belongs to root); ask for access" in error
 
 
-@pytest.mark.fault("F37b", "a signal at the step whose save has failed", "saved again; 0 lost")
 def test_a_signal_after_a_failed_save(photos, tmp_path, monkeypatch, before_step):
     save = checkpoint.save_checkpoint
     failures = []
@@ -436,7 +398,6 @@ class Payload:
         return os.mkdir, ("pwned",)
 
 
-@pytest.mark.fault("F40", "code in a checkpoint given to --resume, --finetune and export.py", "refused; nothing is run")
 def test_code_in_a_checkpoint(photos, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"model": Payload(), "optimizer": {}, "meta": "{}"}, "evil.pth")
@@ -462,7 +423,6 @@ def save_for_ever(folder):
 
 
 @pytest.mark.long
-@pytest.mark.fault("F15b", "SIGKILL while checkpoints are written, 40 times", "there always is a good one")
 def test_kills_while_saving(tmp_path):
     random.seed(0)
     for k in range(40):

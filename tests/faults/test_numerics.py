@@ -16,9 +16,6 @@ def steps_in(folder):
     return [search.step_of(path) for path in search.list_finished(folder)]
 
 
-@pytest.mark.fault(
-    "F47", "an update that ruins the weights", "exit code 3; the last good checkpoint stays and is named"
-)
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -41,7 +38,6 @@ def test_the_last_good_checkpoint_stays(photos, tmp_path, capsys, flags, expecte
     assert_same_state(goes_on, pretrain(photos, tmp_path / "whole", *calm, "--max_steps", 9))
 
 
-@pytest.mark.fault("F48", "a run that ends after fewer than 20 steps that are not finite", "exit code 3, no result")
 @pytest.mark.parametrize("program", [pretrain, finetune])
 def test_a_short_run_is_no_result(labelled, tmp_path, capsys, program):
     flags = ("--epochs", 3, "--warmup_epochs", 0, "--lr", 1e6, "--max_steps", 8)
@@ -65,9 +61,6 @@ def spoilt(photos, tmp_path_factory):
     return folder
 
 
-@pytest.mark.fault(
-    "U74", "export, visualize, probe or fine-tune weights that are ruined or NaN", "exit code 3, no result"
-)
 @pytest.mark.parametrize("weights", ["nan", "large"])
 def test_ruined_weights_give_no_result(labelled, spoilt, tmp_path, capsys, weights):
     path = spoilt / f"{weights}.pth"
@@ -107,7 +100,6 @@ def test_no_run_begins_with_ruined_weights(labelled, spoilt, tmp_path, capsys, w
         assert said in message
 
 
-@pytest.mark.fault("F49", "a full disk from the start", "exit code 75; no checkpoint is promised")
 def test_a_full_disk_from_the_start(photos, tmp_path, capsys, monkeypatch):
     def save_checkpoint(*_):
         raise OSError(28, "No space left on device")

@@ -69,7 +69,6 @@ def lost_in(output_dir):
     return steps_lost((output_dir / "log.txt").read_text())
 
 
-@pytest.mark.fault("F14", "SIGKILL of one process of two", "torchrun starts both again; exact")
 def test_a_killed_process(photos, tmp_path, undisturbed):
     finish(photos, tmp_path / "out", *SAVE, fault=("kill", 12, 0, tmp_path / "mark"), restarts=3)
     assert_as(undisturbed, tmp_path / "out")
@@ -77,11 +76,6 @@ def test_a_killed_process(photos, tmp_path, undisturbed):
     assert lost <= LOST
 
 
-@pytest.mark.fault(
-    "F50",
-    "SIGKILL of one process of two torchruns, as on two nodes (--rdzv_backend c10d)",
-    "both start their processes again; exact",
-)
 def test_a_killed_process_of_two_nodes(photos, tmp_path, undisturbed, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     endpoint = f"127.0.0.1:{reserve_port()}"
@@ -101,7 +95,6 @@ def test_a_killed_process_of_two_nodes(photos, tmp_path, undisturbed, monkeypatc
     assert lost <= LOST
 
 
-@pytest.mark.fault("F51", "a start whose other processes never come", "said after 10 s, with the address")
 def test_a_process_that_waits_for_the_others(photos, tmp_path):
     port = str(reserve_port())
     environment = dict(
@@ -119,7 +112,6 @@ def test_a_process_that_waits_for_the_others(photos, tmp_path):
     process.communicate()
 
 
-@pytest.mark.fault("F52", "a user's error under torchrun --max_restarts 3", "one start; torchrun ends with 1")
 def test_torchrun_does_not_repeat_a_final_error(photos, tmp_path):
     out = finish(photos / "nowhere", tmp_path, restarts=3, code=1)
     assert out.count("exit code 2; torchrun is stopped") == 1, out
@@ -127,15 +119,11 @@ def test_torchrun_does_not_repeat_a_final_error(photos, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.fault("F16", "both processes exit at once", "torchrun starts both again")
 def test_both_processes_exit(photos, tmp_path, undisturbed):
     finish(photos, tmp_path / "out", *SAVE, fault=("exit", 16, "all", tmp_path / "mark"), restarts=3)
     assert_as(undisturbed, tmp_path / "out")
 
 
-@pytest.mark.fault(
-    "F18", "one process hangs in the forward pass", "found within --dist_timeout + 5 s, named, started again, exact"
-)
 def test_a_process_that_hangs(photos, tmp_path, undisturbed):
     options = dict(fault=("hang", 12, 1, tmp_path / "mark"), restarts=3)
     out = finish(photos, tmp_path / "out", *SAVE, "--dist_timeout", 10, **options)
@@ -144,7 +132,6 @@ def test_a_process_that_hangs(photos, tmp_path, undisturbed):
     assert_as(undisturbed, tmp_path / "out")
 
 
-@pytest.mark.fault("F66", "a mount that hangs while one process opens the images", "named, 75, started again, exact")
 def test_a_mount_that_hangs_in_the_set_up(photos, tmp_path, undisturbed):
     fault = ("hang-mount", 0, 1, tmp_path / "mark")
     out = finish(photos, tmp_path / "out", *SAVE, fault=fault, restarts=1)
@@ -153,7 +140,6 @@ def test_a_mount_that_hangs_in_the_set_up(photos, tmp_path, undisturbed):
     assert_as(undisturbed, tmp_path / "out")
 
 
-@pytest.mark.fault("F64", "a first compilation that takes longer than --dist_timeout", "waited for; exact")
 def test_a_slow_compilation_is_no_hang(photos, tmp_path, undisturbed):
     """The first forward pass of one process takes 15 s. A later one that hangs is found as ever."""
     flags = (*SAVE, "--compile", "--dist_timeout", 10)
@@ -162,9 +148,6 @@ def test_a_slow_compilation_is_no_hang(photos, tmp_path, undisturbed):
 
 
 @pytest.mark.long
-@pytest.mark.fault(
-    "F19", "one process is stopped (SIGSTOP)", "found by the process that waits for it, started again, exact"
-)
 def test_a_process_that_is_stopped(photos, tmp_path, undisturbed):
     options = dict(fault=("stop", 12, 1, tmp_path / "mark"), restarts=3)
     out = finish(photos, tmp_path / "out", *SAVE, "--dist_timeout", 10, **options)
@@ -172,9 +155,6 @@ def test_a_process_that_is_stopped(photos, tmp_path, undisturbed):
     assert_as(undisturbed, tmp_path / "out")
 
 
-@pytest.mark.fault(
-    "F59", "an --output_dir on a disk that each process has for itself", "refused at the start, with hosts and folder"
-)
 def test_an_output_folder_that_is_not_shared(photos, tmp_path):
     out = finish(photos, "out", "--max_steps", 1, fault=("own-folder", 0, "all", tmp_path / "disk"), code=1)
     assert "--output_dir 'out' is not the same folder for all processes" in out
@@ -182,9 +162,6 @@ def test_an_output_folder_that_is_not_shared(photos, tmp_path):
     assert not list(tmp_path.glob("disk.*/out/.shared-*"))
 
 
-@pytest.mark.fault(
-    "F10", "SIGTERM to torchrun, at a random step", "all save after one step and end; the same command goes on; exact"
-)
 def test_a_signal_to_torchrun(photos, tmp_path, undisturbed):
     process = start(photos, tmp_path / "out", *SAVE, fault=HOLD)
     wait_for_step(tmp_path / "out", 7, process)
@@ -195,7 +172,6 @@ def test_a_signal_to_torchrun(photos, tmp_path, undisturbed):
     assert lost_in(tmp_path / "out") == [0]
 
 
-@pytest.mark.fault("F72b", "SIGTERM to torchrun in an evaluation", "stopped within a batch; 0 steps lost; exact")
 def test_a_signal_to_torchrun_in_an_evaluation(photos, tmp_path, undisturbed):
     """Nothing else would save this step. Of the images, one process has five batches, the other has four."""
     flags = (*SAVE, "--save_steps", 0, "--knn_every", 1, "--knn_train", 33)
@@ -212,7 +188,6 @@ def test_a_signal_to_torchrun_in_an_evaluation(photos, tmp_path, undisturbed):
     assert evaluated == [0, 10, 20]
 
 
-@pytest.mark.fault("F74", "SIGKILL of torchrun itself", "its processes save and end; the same command goes on; exact")
 def test_a_killed_torchrun(photos, tmp_path, undisturbed):
     """Its processes are programs of their own, as ever. Forks, as in other tests, would get SIGINT by torch."""
     words = command(photos, tmp_path / "out", *SAVE, fault=HOLD)
@@ -235,10 +210,6 @@ def test_a_killed_torchrun(photos, tmp_path, undisturbed):
     assert lost_in(tmp_path / "out") == [0]
 
 
-@pytest.mark.fault("F11", "SIGINT, USR1, USR2 to the trainers", "saved, 0 steps lost, exact")
-@pytest.mark.fault(
-    "F13b", "signals to all processes at once, DataLoader workers too", "the save completes, no process is left"
-)
 @pytest.mark.parametrize(
     "name", ["SIGTERM", *(pytest.param(f"SIG{n}", marks=pytest.mark.long) for n in ("INT", "USR1", "USR2"))]
 )
@@ -262,7 +233,6 @@ def test_a_signal_to_everyone(photos, tmp_path, undisturbed, name):
 
 
 @pytest.mark.long
-@pytest.mark.fault("F13", "a second SIGTERM just after the first", "a good checkpoint, 0 steps lost, exact")
 def test_two_signals(photos, tmp_path, undisturbed):
     process = start(photos, tmp_path / "out", *SAVE, fault=HOLD)
     wait_for_step(tmp_path / "out", 5, process)
@@ -275,11 +245,6 @@ def test_two_signals(photos, tmp_path, undisturbed):
     assert lost_in(tmp_path / "out") == [0]
 
 
-@pytest.mark.fault(
-    "F15",
-    "SIGKILL of all processes, at random and inside a save",
-    "the newest good checkpoint; exact",
-)
 @pytest.mark.parametrize("fault", ["", *(pytest.param(name, marks=pytest.mark.long) for name in IN_SAVE)])
 def test_everything_is_killed(photos, tmp_path, alone, fault):
     """In one process, which is enough for a save; with a fault, at the save of step 10."""
@@ -301,7 +266,6 @@ def test_everything_is_killed(photos, tmp_path, alone, fault):
     assert not list(folder.glob(".checkpoint*"))
 
 
-@pytest.mark.fault("F15c", "SIGKILL inside the first save", "0 steps lost once the file has its name; exact")
 def test_killed_in_the_first_save(photos, tmp_path, alone):
     finish(photos, tmp_path / "out", *SAVE, fault=("kill-after-rename", 4, 0, tmp_path / "mark"), processes=1, code=-9)
     assert [path.name for path in (tmp_path / "out").glob("checkpoint*")] == ["checkpoint-5.pth"]
@@ -312,18 +276,12 @@ def test_killed_in_the_first_save(photos, tmp_path, alone):
 
 
 @pytest.mark.long
-@pytest.mark.fault(
-    "F17", "a fault at the same step of every start", "torchrun gives up after --max_restarts; the checkpoint stays"
-)
 def test_a_crash_loop_ends(photos, tmp_path):
     out = finish(photos, tmp_path, *SAVE, fault=("raise", 7, "all", "-"), restarts=2, code=1)
     assert out.count("resuming") == 2
     assert state(tmp_path)["meta"]["step"] == 5
 
 
-@pytest.mark.fault(
-    "F29", "a DataLoader worker is killed", "saved, exit code 75; the same command goes on; 0 steps lost, exact"
-)
 def test_a_killed_worker(photos, tmp_path, alone):
     """Early enough: up to eight batches may be ready when it dies."""
     flags = (*SAVE, "--num_workers", 2)
@@ -335,7 +293,6 @@ def test_a_killed_worker(photos, tmp_path, alone):
     assert_as(alone, tmp_path)
 
 
-@pytest.mark.fault("F29b", "a DataLoader worker of one process of two is killed", "torchrun starts both again; exact")
 def test_a_killed_worker_of_two_processes(photos, tmp_path, undisturbed):
     """The other process waits for the one that ends: no rank hangs."""
     flags = (*SAVE, "--num_workers", 1)
@@ -346,9 +303,6 @@ def test_a_killed_worker_of_two_processes(photos, tmp_path, undisturbed):
     assert lost <= LOST
 
 
-@pytest.mark.fault(
-    "F30", "a DataLoader worker hangs", "found within --dist_timeout + 5 s, exit code 75, started again, exact"
-)
 def test_a_worker_that_hangs(photos, tmp_path, alone):
     fault = ("hang-worker", 0, 0, tmp_path / "mark")
     flags = (*SAVE, "--num_workers", 1)
@@ -358,9 +312,6 @@ def test_a_worker_that_hangs(photos, tmp_path, alone):
     assert_as(alone, tmp_path / "out")
 
 
-@pytest.mark.fault(
-    "F20", "a loss that is not a number, once, in one process of two", "the step is skipped by both and counted"
-)
 def test_one_nan(photos, tmp_path, undisturbed):
     out = finish(photos, tmp_path, *SAVE, fault=("nan", 15, 1, tmp_path / "mark"))
     assert out.count("1 steps skipped") == 1
@@ -373,9 +324,6 @@ def test_one_nan(photos, tmp_path, undisturbed):
         assert_same_state(content, state(undisturbed))
 
 
-@pytest.mark.fault(
-    "F23", "a loss that is not a number, for ever", "exit code 3; the weights in the checkpoints are good"
-)
 def test_nan_for_ever(photos, tmp_path, alone):
     out = finish(photos, tmp_path, *SAVE, "--epochs", 3, fault=("nan-forever", 8, 0, "-"), processes=1, code=3)
     assert "not finite in each of the last 20 steps before step 28" in out

@@ -10,7 +10,6 @@ from scripts import pack_dataset
 from tests.runs import assert_same_state, finish, losses, pretrain, state
 
 
-@pytest.mark.fault("F4", "two processes, then one, then two", "the same images in each step; said; losses within 1e-5")
 def test_another_number_of_processes(photos, tmp_path):
     """The gradient is summed in another order, so not to the last bit."""
     flags = ("--epochs", 4)
@@ -35,7 +34,6 @@ def test_from_a_folder_to_what_was_packed_from_it(photos, tmp_path, capsys):
     assert_same_state(pretrain(tmp_path / "packed", tmp_path / "out"), expected)
 
 
-@pytest.mark.fault("F9", "three stops and a kill", "each step once, in order, in log.jsonl and TensorBoard")
 def test_logs_after_many_stops(photos, tmp_path):
     for stop in (2, 5, 7):
         pretrain(photos, tmp_path, "--epochs", 4, "--max_steps", stop, "--save_steps", 1)

@@ -12,9 +12,6 @@ from tests.runs import PLAIN, finetune, pretrain
 from util.run.processes import shard
 
 
-@pytest.mark.fault(
-    "U8", "--compile, another kernel or device on resume", "goes on; said that bits, and drop path's draws, are others"
-)
 def test_flags_that_change_bits_are_told(labelled, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(shard, "compile_parts", lambda model: None)
     finetune(labelled, tmp_path / "out", "--aa", "none", "--max_steps", 2, "--drop_path", 0.1)
@@ -25,9 +22,6 @@ def test_flags_that_change_bits_are_told(labelled, tmp_path, capsys, monkeypatch
     assert "drop path differs" in out
 
 
-@pytest.mark.fault(
-    "U10", "the validation images change between two starts", "refused, with both counts; --allow_changes goes on"
-)
 def test_other_validation_images_are_refused(labelled, tmp_path, capsys):
     shutil.copytree(labelled, tmp_path / "data")
     finetune(tmp_path / "data", tmp_path / "out", "--aa", "none", "--max_steps", 3)
@@ -51,11 +45,6 @@ def test_another_optimizer_starts_without_the_state_of_the_former_one(labelled, 
         assert state["step"] == 6 - 2
 
 
-@pytest.mark.fault(
-    "U12",
-    "--finetune base, base/ or ../x/base after the run has begun",
-    "the same encoder, in any spelling, or moved; another one is refused",
-)
 def test_the_encoder_is_known_by_its_content(photos, labelled, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pretrain(photos, "base", *MICRO)
@@ -77,11 +66,6 @@ def test_the_encoder_is_known_by_its_content(photos, labelled, tmp_path, capsys,
     assert finetune(labelled, "out", *flags, 6, "--finetune", "moved")["meta"]["step"] == 6
 
 
-@pytest.mark.fault(
-    "U17",
-    "an unfinished encoder is fine-tuned, and again once it is finished",
-    "both times said; results name their checkpoint; stale ones are refused",
-)
 def test_results_know_their_encoder(photos, labelled, tmp_path, capsys):
     base = tmp_path / "base"
     out = tmp_path / "out"
@@ -100,15 +84,6 @@ def test_results_know_their_encoder(photos, labelled, tmp_path, capsys):
     assert "not finished" not in capsys.readouterr().out
 
 
-@pytest.mark.fault(
-    "U43", "--finetune RUN without --model, for another size", "the width and the model that it was made as are named"
-)
-@pytest.mark.fault(
-    "U49", "a linear probe on Swin; --eval with another --model than the checkpoint's", "refused, with the reason"
-)
-@pytest.mark.fault(
-    "U72", "a checkpoint of pre-training is given to main_finetune --resume", "refused; the hint is --finetune"
-)
 @pytest.mark.parametrize(
     ("flags", "code", "messages"),
     [
@@ -128,7 +103,6 @@ def test_flags_that_do_not_fit_the_model(labelled, pretrained, tmp_path, capsys,
         assert message in error
 
 
-@pytest.mark.fault("U21", "fine-tune on Train/ and test/", "trained on Train/, evaluated on test/, which is noted")
 def test_test_stands_in_for_val(labelled, tmp_path):
     shutil.copytree(labelled / "train", tmp_path / "data" / "Train")
     shutil.copytree(labelled / "val", tmp_path / "data" / "test")

@@ -37,12 +37,6 @@ def files_in(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-@pytest.mark.fault(
-    "U3", "a run that began at --resume PATH is started again with the same flags", "goes on where it was; exact"
-)
-@pytest.mark.fault(
-    "U47", "a run is started again whose --resume PATH has been deleted meanwhile", "its own checkpoints go on"
-)
 def test_a_run_that_began_elsewhere_goes_on_where_it_was(photos, tmp_path, capsys):
     pretrain(photos, tmp_path / "first", *MICRO, "--max_steps", 3)
     flags = ("--resume", tmp_path / "first", *MICRO)  # a folder: its newest good checkpoint
@@ -61,11 +55,6 @@ def test_a_run_that_began_elsewhere_goes_on_where_it_was(photos, tmp_path, capsy
     assert content["meta"]["origin"]["started_from"] == str(tmp_path / "first" / "checkpoint-3.pth")
 
 
-@pytest.mark.fault(
-    "U4",
-    "--resume OLDER or --resume none in a folder that holds newer checkpoints",
-    "said; the newest goes on; nothing is deleted",
-)
 @pytest.mark.parametrize("resume", ["checkpoint-1.pth", "none"])
 def test_an_older_checkpoint_of_the_same_folder_is_no_way_back(photos, tmp_path, capsys, resume):
     out = tmp_path / "out"
@@ -85,9 +74,6 @@ def test_an_older_checkpoint_of_the_same_folder_is_no_way_back(photos, tmp_path,
     assert reports(out)[:-1] == log
 
 
-@pytest.mark.fault(
-    "U5", "back to an older checkpoint in a new folder (a branch)", "begins there; the old folder is untouched; exact"
-)
 def test_a_branch_in_a_folder_of_its_own(photos, tmp_path):
     trunk = tmp_path / "a"
     expected = pretrain(photos, trunk, *MICRO, "--save_every", 1)
@@ -98,11 +84,6 @@ def test_a_branch_in_a_folder_of_its_own(photos, tmp_path):
     assert [report["step"] for report in reports(tmp_path / "b")] == [4, 5, 6]
 
 
-@pytest.mark.fault(
-    "U6",
-    "the newest checkpoints are damaged, and the run goes on before them",
-    "what it saves stays, although its steps are lower",
-)
 def test_what_was_just_saved_is_never_pruned(photos, tmp_path, capsys):
     out = tmp_path / "out"
     pretrain(photos, out, *MICRO, "--epochs", 4, "--save_every", 1000)
@@ -117,9 +98,6 @@ def test_what_was_just_saved_is_never_pruned(photos, tmp_path, capsys):
     assert "checkpoint-4.pth at step 4" in capsys.readouterr().out
 
 
-@pytest.mark.fault(
-    "U7", "--save_every is changed on resume", "what was kept for good stays; the new rule holds from here on"
-)
 def test_what_is_kept_stays_kept(photos, tmp_path):
     out = tmp_path / "out"
     pretrain(photos, out, *MICRO, "--epochs", 10, "--save_every", 2, "--max_steps", 15)
@@ -187,11 +165,6 @@ def _errors(rank, photos, folder):
     return [case(rank, photos, folder) for case in (_different, _other_data, _other_layout, _no_data)]
 
 
-@pytest.mark.fault(
-    "U9",
-    "the processes of one run are started with other flags, or see other data",
-    "refused by all, with each difference and its ranks",
-)
 def test_processes_that_differ_do_not_train(photos, tmp_path):
     flags, data, layout, missing = zip(*run_in_two_processes(_errors, photos, tmp_path), strict=True)
     assert flags[0].startswith("the processes of one run must have the same flags and code, but ")
@@ -226,11 +199,6 @@ run_program(main_pretrain.main, "main_pretrain.py")
 """
 
 
-@pytest.mark.fault(
-    "U18",
-    "a signal stops the first of `pretrain && finetune`",
-    "saved; the second does not run; 75, or death by SIGINT for Ctrl-C",
-)
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGINT", -signal.SIGINT)])
 def test_a_chain_of_commands_ends_with_the_one_that_was_stopped(photos, tmp_path, name, code):
     program = tmp_path / "program.py"
@@ -244,11 +212,6 @@ def test_a_chain_of_commands_ends_with_the_one_that_was_stopped(photos, tmp_path
 
 
 @pytest.mark.long
-@pytest.mark.fault(
-    "U19",
-    "a signal to the trainers of torchrun --max_restarts 1",
-    "saved; torchrun starts them again at the very step; exact",
-)
 def test_torchrun_starts_a_stopped_run_again(photos, tmp_path):
     finish(photos, tmp_path / "whole", "--save_steps", 10)
     fault = ("signal", 5, "0", tmp_path / "mark")
@@ -258,7 +221,6 @@ def test_torchrun_starts_a_stopped_run_again(photos, tmp_path):
     assert_same_state(state(tmp_path / "out"), state(tmp_path / "whole"))
 
 
-@pytest.mark.fault("U40", "--output_dir inside the images' folder", "refused before anything is written there")
 def test_the_output_does_not_become_data(tmp_path, capsys):
     (tmp_path / "photos").mkdir()
     for i in range(8):
@@ -274,11 +236,6 @@ def test_an_output_beside_the_splits_is_no_data(photos, tmp_path):
     pretrain(tmp_path / "photos", tmp_path / "photos" / "out", *MICRO, "--max_steps", 2)
 
 
-@pytest.mark.fault(
-    "U41",
-    "a run that is shorter than --print_freq, or that --max_steps ends within an epoch",
-    "its last step is reported; the logs of the rest stay exact",
-)
 def test_the_last_step_is_always_reported(photos, tmp_path, capsys):
     pretrain(photos, tmp_path / "whole", *MICRO, "--print_freq", 4)
     pretrain(photos, tmp_path / "parts", *MICRO, "--print_freq", 4, "--max_steps", 2)
@@ -296,7 +253,6 @@ def losses_of_reports(folder):
     return {report["step"]: report["loss"] for report in reports(folder)}
 
 
-@pytest.mark.fault("U42", "numbers that are none: --lr inf, --min_lr above the rate", "refused, with the value")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -310,7 +266,6 @@ def test_numbers_are_checked(photos, tmp_path, capsys, flags, message):
     assert message in pretrain.refused(capsys, photos, tmp_path / "out", *flags)
 
 
-@pytest.mark.fault("U44", "a disk that fills up while only logs are written", "exit code 75; exact when there is room")
 def test_a_log_that_cannot_be_written(photos, tmp_path, before_step, capsys):
     expected = pretrain(photos, tmp_path / "whole")
     no_limit = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
@@ -332,7 +287,6 @@ def test_a_log_that_cannot_be_written(photos, tmp_path, before_step, capsys):
     assert [r["step"] for r in reports(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.fault("U45", "a terminal that reports 0 columns", "a progress bar of 80")
 def test_a_bar_on_a_terminal_without_a_width(tmp_path):
     program = (
         "import sys\nfrom pathlib import Path\nfrom util.run.train.logging import RunLog\n"
@@ -354,11 +308,6 @@ def test_a_bar_on_a_terminal_without_a_width(tmp_path):
     assert b"/3" in shown
 
 
-@pytest.mark.fault(
-    "U46",
-    "the record of a checkpoint is read by a person",
-    "it says code, command line, hosts, settings, and whether it is kept",
-)
 def test_a_record_says_where_it_comes_from(photos, tmp_path):
     pretrain(photos, tmp_path / "out", *MICRO, "--save_every", 1)
     record = json.loads((tmp_path / "out" / "checkpoint-6.json").read_text())
@@ -369,7 +318,6 @@ def test_a_record_says_where_it_comes_from(photos, tmp_path):
     assert re.fullmatch(r"(commit [0-9a-f]{12}( \+ changes)?, )?files [0-9a-f]{12}", origin["code"])
 
 
-@pytest.mark.fault("U48", "a folder is moved, and the run started there", "goes on; exact")
 def test_a_moved_folder_goes_on(photos, tmp_path):
     expected = pretrain(photos, tmp_path / "whole", *MICRO)
     pretrain(photos, tmp_path / "a", *MICRO, "--max_steps", 4)
@@ -377,9 +325,6 @@ def test_a_moved_folder_goes_on(photos, tmp_path):
     assert_same_state(pretrain(photos, tmp_path / "b", *MICRO), expected)
 
 
-@pytest.mark.fault(
-    "U70", "a log, a picture or a pickle is given as --resume", "refused, without advice to load what may run code"
-)
 def test_what_is_no_checkpoint_is_refused(photos, tmp_path, capsys):
     pretrain(photos, tmp_path / "a", *MICRO, "--max_steps", 1)
     for name in ("log.jsonl", "settings.json"):
@@ -388,11 +333,6 @@ def test_what_is_no_checkpoint_is_refused(photos, tmp_path, capsys):
         assert str(tmp_path / "a") in message
 
 
-@pytest.mark.fault(
-    "U71",
-    "the console is gone: a full disk behind stdout, Ctrl-C to `| tee log`, a closed terminal",
-    "the run goes on, or saves",
-)
 @pytest.mark.parametrize(
     "stdout",
     [

@@ -52,7 +52,6 @@ def runs(labelled, tmp_path_factory):
 # --------------------------------------------------------------------------------------------------- help and flags
 
 
-@pytest.mark.fault("U52", "`--help` of a script, a main or the launcher", "usage on stdout, exit code 0")
 @pytest.mark.parametrize("name", KINDS)
 def test_help(name, tmp_path):
     done = run_file(name, "--help", cwd=tmp_path)
@@ -93,12 +92,10 @@ def test_the_groups_of_a_main_s_help_have_the_order_of_a_run(name):
     assert known == sorted(known, key=order.index)
 
 
-@pytest.mark.fault("U57", "a flag that a program does not know", "exit code 2 and one paragraph")
 def test_an_unknown_flag(refused):
     refused("scripts/export.py", "--no_such_flag")
 
 
-@pytest.mark.fault("U58", "a script without its arguments", "exit code 2; one paragraph says what is missing")
 def test_no_arguments(tmp_path, refused):
     refused("scripts/visualize.py")
     assert not list(tmp_path.iterdir())
@@ -107,7 +104,6 @@ def test_no_arguments(tmp_path, refused):
 # --------------------------------------------------------------------------------------------------- plot_losses.py
 
 
-@pytest.mark.fault("U50", "plot_losses.py on a missing, empty or foreign file", "one line says what the file is")
 @pytest.mark.parametrize(
     ("run", "message"),
     [
@@ -131,7 +127,6 @@ def test_plot_losses_names_what_is_wrong(tmp_path, refused, run, message):
     assert not (tmp_path / "losses.svg").exists()
 
 
-@pytest.mark.fault("U60", "plot_losses.py on a fine-tuning run, or on losses that are not finite", "it plots the rest")
 def test_plot_losses_of_fine_tuning(runs, tmp_path):
     pytest.importorskip("matplotlib")
     log = (runs / "tuned" / "log.jsonl").read_text()
@@ -143,7 +138,6 @@ def test_plot_losses_of_fine_tuning(runs, tmp_path):
     assert done.stdout == "losses of 2 runs: l.svg\n"
 
 
-@pytest.mark.fault("U61", "scripts that plot, without matplotlib", "one line says how to install it, before any work")
 def test_matplotlib_is_missing(tmp_path, refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # makes the import fail
     message = refused("scripts/plot_losses.py", "nowhere")
@@ -154,7 +148,6 @@ def test_matplotlib_is_missing(tmp_path, refused, monkeypatch):
 # --------------------------------------------------------------------------------------------------- sample_photos.py
 
 
-@pytest.mark.fault("U51", "sample_photos.py to an unwritable place, or without scikit-image", "one line says why")
 @pytest.mark.parametrize(
     ("where", "message"),
     [
@@ -169,7 +162,6 @@ def test_sample_photos_to_an_unwritable_place(tmp_path, refused, where, message)
     assert message in refused("scripts/sample_photos.py", where)
 
 
-@pytest.mark.fault("U51", "sample_photos.py to an unwritable place, or without scikit-image", "one line says why")
 def test_sample_photos_without_scikit_image(tmp_path, refused, monkeypatch):
     for name in ("skimage", "skimage.data"):  # skimage.data may have been imported before
         monkeypatch.setitem(sys.modules, name, None)
@@ -181,7 +173,6 @@ def test_sample_photos_without_scikit_image(tmp_path, refused, monkeypatch):
 # --------------------------------------------------------------------------------------------------- visualize.py
 
 
-@pytest.mark.fault("U53", "visualize.py on a fine-tuned run, an empty folder, a record", "it says what to give instead")
 @pytest.mark.parametrize(
     ("run", "message"),
     [
@@ -197,7 +188,6 @@ def test_visualize_says_what_to_give(runs, tmp_path, refused, run, message):
     assert message.format(root=runs) in refused("scripts/visualize.py", runs / run)
 
 
-@pytest.mark.fault("U62", "a full disk while a picture is replaced", "the older picture stands, and nothing else")
 def test_an_older_picture_stands(tmp_path, monkeypatch):
     def save(path):
         Path(path).write_bytes(b"half")
@@ -219,9 +209,6 @@ def test_an_older_picture_stands(tmp_path, monkeypatch):
 # --------------------------------------------------------------------------------------------------- export.py
 
 
-@pytest.mark.fault(
-    "U54", "export.py to a single file, of a Swin or an unsupported framework, or of a record", "the message names it"
-)
 @pytest.mark.parametrize("layout", ["timm", "mae"])
 @pytest.mark.parametrize(
     ("run", "message"),

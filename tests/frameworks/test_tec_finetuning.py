@@ -91,9 +91,6 @@ def assert_same_features(model, source):
 
 @pytest.mark.parametrize("pool", ["avg", "token"])
 @pytest.mark.parametrize("with_mlp", [False, True])
-@pytest.mark.fault(
-    "U93", "TEC's published weights, whose MLP is folded already, with TEC's recipes", "loaded; said; equal features"
-)
 def test_published_weights_are_folded_already(tmp_path, pool, with_mlp):
     source = build()
     weights = published(source, tmp_path / "tec.pth")

@@ -161,7 +161,6 @@ def mae_run(tmp_path):
     return tmp_path
 
 
-@pytest.mark.fault("U124", "an export onto a full disk", "exit code 75; nothing is left")
 @pytest.mark.parametrize(
     ("out", "layout"),
     [
@@ -275,7 +274,6 @@ def names_of_mae():
     return names
 
 
-@pytest.mark.fault("U55", "a pre-trained MAE exported to the names of MAE's releases", "equal weights, read back")
 @pytest.mark.parametrize(
     ("flags", "notes"),
     [
@@ -309,7 +307,6 @@ def test_a_classifier_for_mae_is_the_plain_state_dict(tmp_path, capsys, options)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.fault("U63", "PR-MIM's decoder exported to the names of MAE's releases", "refused: it has no aggregation")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -327,7 +327,6 @@ def damage(path, how):
     path.write_bytes(data)
 
 
-@pytest.mark.fault("U31", "pack again after a shard or the index was damaged", "the same command repairs it")
 @pytest.mark.parametrize(
     ("name", "how", "message"),
     [

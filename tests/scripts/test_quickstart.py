@@ -47,7 +47,6 @@ def small_photos(tmp_path, monkeypatch):
     return tmp_path / "photos"
 
 
-@pytest.mark.fault("U83", "sample_photos.py into a folder with other images", "refused; the same flags write again")
 @pytest.mark.parametrize("flags", [("--num_train", "1"), ("--bands",)])
 def test_photos_of_other_flags_are_not_mixed(small_photos, capsys, flags):
     message = refused(capsys, sample_photos.main, small_photos, *SMALL, *flags)

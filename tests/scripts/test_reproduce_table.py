@@ -236,7 +236,6 @@ def test_only_what_is_missing_runs(kernels, capsys):
     ]
 
 
-@pytest.mark.fault("U84", "a row of a table was run with other settings than its recipe's", "--collect names each")
 @pytest.mark.parametrize(
     ("settings", "deviations"),
     [

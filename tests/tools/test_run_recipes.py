@@ -59,11 +59,6 @@ def test_a_recipe_of_each_kind_runs(recipe, tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.fault(
-    "U2",
-    "every recipe, scaled down, over 5,000 images with a stop in the middle",
-    "no exception, finite losses, goes on at the very step",
-)
 @pytest.mark.parametrize("recipe", ALL)
 def test_every_recipe_runs_over_5000_images(recipe, tmp_path):
     row = run_recipes.run(recipe, tmp_path, num_images=5000, total_batch_size=None)

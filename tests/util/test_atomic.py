@@ -100,7 +100,6 @@ def fail_to_sync_folders(monkeypatch):
     return install
 
 
-@pytest.mark.fault("F73", "a file system that cannot sync folders", "checkpoints are saved; other errors are told")
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_mount_that_cannot_sync_folders_is_written_to(tmp_path, fail_to_sync_folders, number):
     fail_to_sync_folders(number)

@@ -218,9 +218,6 @@ def test_short_attention_that_cannot_be_used_is_said(precision, device, monkeypa
     assert run.notes == ["note: torch's attention kernels are used: --attention short is for bf16 and fp16 on a GPU"]
 
 
-@pytest.mark.fault(
-    "F67", "the attention kernel for short sequences fails or is wrong on one rank", "torch's on all ranks; said"
-)
 @pytest.mark.parametrize("faults", [("it is wrong", None), (None, "it is wrong"), ("it is wrong", "so here")])
 def test_a_fault_on_any_rank_makes_all_use_torchs_kernels(faults, monkeypatch):
     run = Run(monkeypatch, faults=faults)

@@ -50,7 +50,6 @@ def test_one_request_says_whether_the_hub_is_there(monkeypatch, answer, is_reach
     assert constants.HF_HUB_OFFLINE is False
 
 
-@pytest.mark.fault("U125", "a model of timm whose weights are not in the cache, without a network", "refused at once")
 def test_weights_of_timm_are_not_asked_for_again_and_again(tmp_path):
     """Each of two files would be tried six times, for 50 seconds in all."""
     server = Server(b"")

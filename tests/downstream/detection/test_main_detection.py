@@ -180,7 +180,6 @@ def test_a_damaged_model_has_no_scores(shapes, detected, tmp_path, capsys):
 # --------------------------------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.fault("U81", "flags of a dense task that cannot work", "exit code 2, with the value and what is right")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

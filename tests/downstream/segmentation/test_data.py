@@ -212,7 +212,6 @@ IMAGE = "images/training/1.jpg"
 SEVENS = np.full((30, 40), 7, np.uint8)
 
 
-@pytest.mark.fault("U80", "segmentation data: missing, mismatched, unreadable or foreign files", "refused by name")
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -283,11 +282,6 @@ def test_a_check_counts_classes_and_ignored_pixels(tmp_path):
 ONE_CLASS = "one of {} classes was found in 2 label files of the train split: of the pixels, "
 
 
-@pytest.mark.fault(
-    "U120",
-    "binary masks of 0 and 255, or other labels of a single class",
-    "refused, with the values found; --allow_one_class",
-)
 @pytest.mark.parametrize(
     ("values", "num_classes", "options", "message"),
     [

@@ -173,7 +173,6 @@ def test_four_images_are_learned_by_heart(tmp_path):
 # --------------------------------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.fault("U81", "flags of a dense task that cannot work", "exit code 2, with the value and what is right")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -20,7 +20,6 @@ from util.data.open import open_images
 from util.run.start.plan import split_batch
 
 
-@pytest.mark.fault("F31", "a data folder that is empty, missing, or has an empty class", "named at the start")
 def test_bad_folders_are_named(tmp_path, photos):
     with pytest.raises(ValueError, match="nowhere' is not a folder; expected are images in class folders"):
         FolderImages(tmp_path / "nowhere")
@@ -158,7 +157,6 @@ def test_starting_later_skips_exactly():
     assert steps(accum_iter=2, start=13, end=24) == whole[2 * 13 :]
 
 
-@pytest.mark.fault("U87", "a recipe with a total batch larger than the data", "a batch that fits, as flags to copy")
 @pytest.mark.parametrize("world_size", [1, 3, 8])
 @pytest.mark.parametrize("num_images", [9, 40, 1000, 4000])
 def test_the_advice_for_too_few_images_can_be_followed(num_images, world_size):

@@ -141,9 +141,6 @@ DEEP = {
 }
 
 
-@pytest.mark.fault(
-    "U26", "16-bit grey images; grey float TIFFs, with `--in_chans 3`", "scaled to 8 bits; refused by name"
-)
 @pytest.mark.parametrize("kind", DEEP)
 def test_grey_of_16_bits_is_scaled(kind):
     pixels = decode(DEEP[kind])
@@ -176,9 +173,6 @@ def test_grey_of_12_bits_is_scaled():
 # -------------------------------------------------------------------------------------------------- what is refused
 
 
-@pytest.mark.fault(
-    "U26", "16-bit grey images; grey float TIFFs, with `--in_chans 3`", "scaled to 8 bits; refused by name"
-)
 @pytest.mark.parametrize(
     ("dtype", "message"),
     [

@@ -112,7 +112,6 @@ def test_one_batch_of_each_worker_must_fit(memory):
     check_space(512 * IMAGE, num_workers=15, num_batches=3)  # the other workers have nothing to do
 
 
-@pytest.mark.fault("F63", "/dev/shm too small for the workers' batches", "refused at the start, with numbers; code 2")
 def test_a_run_is_refused_if_its_batches_do_not_fit(photos, tmp_path, capsys, memory):
     memory(free=40_000)
     message = pretrain.refused(capsys, photos, tmp_path / "out", "--num_workers", 2)
@@ -189,7 +188,6 @@ def test_an_error_of_the_gpu_that_the_pinning_thread_meets_is_no_lost_worker():
     assert not isinstance(error.value, LoaderError)
 
 
-@pytest.mark.fault("F63b", "/dev/shm fills up during a run", "an I/O error that says so: saved, 75")
 def test_a_full_shared_memory_is_an_error_and_no_hang():
     """Six images make a batch of 3 MB instead of 0.5, for which a real file system of 2 MB has no space."""
     if os.geteuid() != 0 or not shutil.which("unshare") or subprocess.run([*SMALL_DISK, "true"]).returncode:

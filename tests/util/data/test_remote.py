@@ -552,7 +552,6 @@ def test_a_run_on_a_url_is_that_on_the_disk(packed, server, tmp_path, undisturbe
     assert losses(tmp_path / "out") == losses(whole)
 
 
-@pytest.mark.fault("F76", "a run on a URL is killed, and one request in 25 fails", "exact, with two processes")
 def test_two_processes_that_are_killed_and_requests_that_fail(packed, server, tmp_path):
     finish(packed, tmp_path / "whole", processes=2)
     server.trouble = some_fail
@@ -565,8 +564,6 @@ def test_two_processes_that_are_killed_and_requests_that_fail(packed, server, tm
     assert_same_state(state(tmp_path / "out"), state(tmp_path / "whole"))
 
 
-@pytest.mark.fault("F77", "the server of the data is gone in mid-epoch", "75; the same command goes on; exact")
-@pytest.mark.fault("F78", "the login to the data expires in mid-epoch", "75; the same command goes on; exact")
 @pytest.mark.parametrize(("workers", "status"), [(0, "503"), (1, "503"), (0, "401"), (1, "403")])
 def test_an_outage_ends_with_75_and_the_same_command_goes_on(
     packed, server, tmp_path, capsys, undisturbed_run, before_step, workers, status

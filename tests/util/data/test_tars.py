@@ -108,7 +108,6 @@ def test_the_tars_of_a_split(tmp_path, present, split, labelled, chosen, is_note
     assert len(files.notes) == is_noted
 
 
-@pytest.mark.fault("U30", "fine-tune on one tar without splits", "refused, with the layouts that can be fine-tuned on")
 @pytest.mark.parametrize(
     ("present", "split", "labelled", "message"),
     [
@@ -142,7 +141,6 @@ def test_tars_do_not_displace_files(photos, tmp_path):
     assert open_images("folder", tmp_path / "both", "val", labelled=True).classes == ["cat", "dog"]
 
 
-@pytest.mark.fault("U28", "a tar that holds train/ and validation/", "refused: never mixed")
 @pytest.mark.parametrize("names", ["s/train/a/1 s/validation/a/2", "./train/1 ./val/2", "Train/a/1 test/a/2"])
 def test_splits_inside_a_tar_are_not_mixed(tmp_path, names):
     path = write_images(tmp_path / "set.tar", *(f"{name}.jpg" for name in names.split()))
@@ -163,9 +161,6 @@ def test_images_without_labels_pre_train_and_do_not_fine_tune(tmp_path):
         open_tars([path], labelled=True)
 
 
-@pytest.mark.fault(
-    "U77", "fine-tune on images of one class, or on tars with labels in .json", "refused, says where labels are"
-)
 def test_labels_that_are_not_read(tmp_path):
     members = [
         ("0.jpg", photo(0)),
@@ -178,9 +173,6 @@ def test_labels_that_are_not_read(tmp_path):
         open_images("folder", tmp_path, labelled=True)
 
 
-@pytest.mark.fault(
-    "U77", "fine-tune on images of one class, or on tars with labels in .json", "refused, says where labels are"
-)
 def test_one_class_is_refused_where_labels_are_needed(tmp_path, photos):
     shutil.copytree(photos / "train" / "cat", tmp_path / "one" / "train" / "cat")
     webdataset(tmp_path / "same" / "train-0.tar", [3, 3])
@@ -244,8 +236,6 @@ def test_members_that_look_like_images_and_are_not_read_are_counted(tmp_path):
         assert images.notes == ["note: not read: 2 files ending in .gif, 1 file ending in .heic"]
 
 
-@pytest.mark.fault("F34", "a tar with ../, absolute names, links, devices", "left out and counted; nothing is written")
-@pytest.mark.fault("U27", "a tar with a hidden file in it", "the file is ignored, and noted")
 def test_hostile_and_hidden_members_are_left_out_and_nothing_is_written(tmp_path):
     path = tmp_path / "data" / "train.tar"
     path.parent.mkdir()

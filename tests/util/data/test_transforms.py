@@ -116,11 +116,6 @@ def record(augment):
     return drawn
 
 
-@pytest.mark.fault(
-    "U1",
-    "fine-tuning with the paper's augmentation draws every operation, 0-bit posterize among them (20,000 images)",
-    "no exception; 0 bits give black",
-)
 def test_the_paper_s_augmentation_draws_everything_it_can():
     augment = FinetuneAugment(8, seed=0, auto_augment=PAPER)
     images = noise_images(64, side=8)

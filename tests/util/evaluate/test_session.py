@@ -26,7 +26,6 @@ with evaluation_session(parser, parser.parse_args([]), folder):
 """
 
 
-@pytest.mark.fault("F75", "a signal or an I/O error in an evaluation in parts", "its finished parts stay")
 @pytest.mark.parametrize(
     ("end", "code"),
     [("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM), ("raise OSError(116, 'Stale file handle')", 75)],

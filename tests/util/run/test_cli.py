@@ -99,7 +99,6 @@ def test_help_all_shows_every_flag_and_whole_texts(capsys):
     assert "workers (default: one per core)" in help_text
 
 
-@pytest.mark.fault("U57b", "a misspelt flag, or a value for a switch: --hflip False", "exit code 2; says what is right")
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -163,7 +162,6 @@ def test_flags_that_a_command_line_sets(argv, expected):
     assert flags_given(make_parser(), argv.split()) == expected
 
 
-@pytest.mark.fault("F62", "`~/x` as the value of any path flag", "a path in the home of the user, not a folder named ~")
 @pytest.mark.parametrize(
     ("word", "flag", "value"),
     [
@@ -215,9 +213,6 @@ def parse_schedule(flags, recipe=None):
 LONG = {"epochs": 800, "warmup_epochs": 40}
 
 
-@pytest.mark.fault(
-    "U85", "`--epochs 10` without --warmup_epochs", "a warm-up that fits, without a jump at any length; said"
-)
 @pytest.mark.parametrize(
     ("flags", "recipe", "warmups", "said"),
     [
@@ -267,7 +262,6 @@ def test_a_recipe_s_warm_up_of_more_than_half_of_the_schedule_must_be_typed(caps
 MODELS = ["mae_tiny_patch16", "mae_small_patch16", "mae_base_patch16", "mae_large_patch16"]
 
 
-@pytest.mark.fault("U86", "a misspelt model or recipe, or `list`", "the few names close to it; `list` prints all")
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [
@@ -343,7 +337,6 @@ def run_main(body, **options):
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=240, **options)
 
 
-@pytest.mark.fault("U56", "Ctrl-C during a script", "one line; SIGINT ends it, so loops of the shell stop, too")
 def test_ctrl_c_ends_a_program_with_one_line_and_by_the_signal():
     done = run_main("print('so far'); os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "so far\n", "x.py: interrupted\n")
@@ -379,7 +372,6 @@ def test_a_failed_process_does_not_wait_for_the_other_ranks_of_nccl(backend, bod
     assert ("KeyError: 'a bug'" in done.stderr) == (code == 1)
 
 
-@pytest.mark.fault("U59", "a script's output goes to a program that stops reading", "it ends silently, by SIGPIPE")
 def test_a_closed_pipe_ends_a_program_silently():
     reader, writer = os.pipe()
     os.close(reader)

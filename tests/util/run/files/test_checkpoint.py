@@ -60,9 +60,6 @@ def damage_record(path):
     path.with_suffix(".json").unlink()
 
 
-@pytest.mark.fault(
-    "F35", "the newest checkpoint cut off, flipped in one bit, empty, without record", "the one before, with the reason"
-)
 @pytest.mark.parametrize(
     "damage, reason",
     [

@@ -180,9 +180,6 @@ def test_a_storage_that_fails_on_one_rank_is_no_error_of_the_user_on_another():
     assert run_in_two_processes(_outcomes_of_failures_on_rank_1)[0] == [OSError, ValueError, ValueError]
 
 
-@pytest.mark.fault(
-    "F71", "the process of a lost node still has the folder", "said; waited for until its watchdog ends it"
-)
 def test_a_folder_that_another_host_has_is_waited_for(tmp_path, monkeypatch, capsys):
     naps = []
 

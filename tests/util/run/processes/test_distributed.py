@@ -138,7 +138,6 @@ def test_nccl_connects_at_once_on_the_gpu_of_the_process(monkeypatch, device, ba
     assert calls == [(backend, bound)]
 
 
-@pytest.mark.fault("F70", "one node of several has no GPU", "exit code 75, with its name")
 def test_processes_with_other_devices_are_named():
     store = dist.HashStore()
     distributed.refuse_other_devices(Process(torch.device("cuda", 0), 0, 3), store)
@@ -168,7 +167,6 @@ def take_a_port_of_slurm(listener, job):
     raise AssertionError("no port is free")
 
 
-@pytest.mark.fault("F53", "the port of a job is taken", "exit code 75; the requeued job tries another port")
 def test_a_port_in_use_is_a_reason_to_start_again_unless_the_user_chose_it(scontrol, monkeypatch):
     job = JOB | {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
     with socket.socket() as taken:

@@ -162,7 +162,6 @@ def test_a_resumed_run_keeps_what_was_decided(photos, tmp_path, capsys, monkeypa
     assert "--compile was" not in capsys.readouterr().out
 
 
-@pytest.mark.fault("F5", "processes that cannot share the total batch", "refused, with the numbers")
 def test_a_total_that_the_processes_cannot_share_is_refused():
     with pytest.raises(ValueError, match="a total batch of 4096 cannot be split over 3 processes"):
         plan_of("--total_batch_size 4096", 3)

@@ -89,7 +89,6 @@ def test_allowed_differences_give_notes(changes, said):
         assert expected in text
 
 
-@pytest.mark.fault("U101", "a recipe gains a flag, and its run is started again", "refused, with the flag's value")
 def test_a_recipe_that_gains_a_flag_does_not_change_a_run_silently(photos, tmp_path, capsys, monkeypatch):
     recipe = {"throw_ratio": 0.25}
     monkeypatch.setitem(main_pretrain.RECIPES, "mine", recipe)
