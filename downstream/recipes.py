@@ -49,10 +49,6 @@ SEGMENTATION_RECIPES: dict[str, Recipe] = {
     "ade20k_upernet_vit_base_mae": UPERNET_DEFAULTS | _ADE20K | dict(model="vit_base_patch16", layer_decay=0.65),
     "ade20k_linear_vit_base": LINEAR_DEFAULTS | _ADE20K | dict(model="vit_base_patch16"),
     "ade20k_linear_vit_large": LINEAR_DEFAULTS | _ADE20K | dict(model="vit_large_patch16"),
-    # Mosaics of photographs, written by downstream/segmentation/demo.py: minutes on a CPU.
-    "segmentation_demo": UPERNET_DEFAULTS
-    | dict(model="vit_micro_patch4", input_size=32, decoder_channels=48, image_scale=(256, 64), stride=16)
-    | dict(num_iters=400, warmup_iters=20, total_batch_size=8, lr=2e-3, layer_decay=1.0, eval_every=200, num_classes=6),
 }
 
 # ViTDet with Mask R-CNN, as in detectron2: 100 epochs. The paper halves batch and learning rate, so the number of
@@ -83,11 +79,6 @@ DETECTION_RECIPES: dict[str, Recipe] = {
     "short": MASK_RCNN_DEFAULTS
     | dict(model="vit_base_patch16", input_size=512, num_iters=88_000, total_batch_size=16, eval_every=8800)
     | dict(scale_range=(0.5, 1.5)),
-    # Photographs pasted on photographs, written by downstream/detection/demo.py: minutes on a CPU.
-    "detection_demo": MASK_RCNN_DEFAULTS
-    | dict(model="vit_micro_patch4", input_size=64, window_size=4, decoder_channels=32, scale_range=(0.8, 1.25))
-    | dict(num_iters=1200, warmup_iters=50, total_batch_size=4, lr=1e-3, layer_decay=1.0, eval_every=400, drop_path=0.0)
-    | dict(num_rois=32),
 }
 
 DOWNSTREAM_RECIPES = {"main_segmentation": SEGMENTATION_RECIPES, "main_detection": DETECTION_RECIPES}

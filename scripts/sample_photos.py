@@ -23,7 +23,6 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from downstream.demo import photos_folder
 from util.run.cli import Parser, run_program, user_errors
 
 # Photographs in scikit-image's wheel. Their sources are in skimage/data/README.txt of the package.
@@ -45,6 +44,17 @@ PHOTOS = (
 )
 SIDE = 96  # of an image, in pixels
 FLAGS = ".sample_photos.json"  # in the folder: what its files were made with
+
+
+def photos_folder() -> Path:
+    """Returns the folder of scikit-image's photographs. ValueError if it is not installed."""
+    try:
+        from skimage.data import data_dir
+    except ImportError as error:
+        raise ValueError(
+            "the photographs are from scikit-image, which is not installed: pip install -r requirements-quickstart.txt"
+        ) from error
+    return Path(data_dir)
 
 
 def crop(

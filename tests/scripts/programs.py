@@ -13,7 +13,7 @@ import submitit_launch  # noqa: F401
 from downstream.robustness import main_robustness  # noqa: F401  (imports all libraries before the forks)
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = [*ROOT.glob("scripts/*.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("downstream/*/demo.py")]
+FILES = [*ROOT.glob("scripts/*.py"), *ROOT.glob("tools/*.py")]
 SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for path in FILES if "__main__" in path.read_text())
 MAIN_FILES = [*ROOT.glob("main_*.py"), ROOT / "submitit_launch.py", *ROOT.glob("downstream/*/main_*.py")]
 MAINS = sorted(path.relative_to(ROOT).as_posix() for path in MAIN_FILES)

@@ -1,13 +1,12 @@
-"""Runs of the detection program: categories, masks, several processes, boxes alone, bad input, demo."""
+"""Runs of the detection program: categories, masks, several processes, boxes alone, bad input."""
 
 import json
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
-from downstream.detection import demo, main_detection
+from downstream.detection import main_detection
 from downstream.detection.backbone import DecomposedAttention
 from downstream.detection.main_detection import SPLITS
 from downstream.detection.models import Detector
@@ -194,23 +193,3 @@ def test_a_damaged_model_has_no_scores(shapes, detected, tmp_path, capsys):
 def test_bad_flags_are_refused_before_training(shapes, tmp_path, capsys, flags, message):
     assert message in detect.refused(capsys, shapes, tmp_path / "out", *flags.split())
     assert not list(tmp_path.rglob("checkpoint*"))
-
-
-def test_the_demonstration_runs_to_its_end(tmp_path, monkeypatch):
-    pytest.importorskip("skimage")
-    monkeypatch.setattr(demo, "write_scenes", partial(demo.write_scenes, num_train=8, num_val=3))
-    assert demo.main([str(tmp_path), "--num_iters", "2"])
-    truth = json.loads((tmp_path / "data" / "annotations" / "instances_val2017.json").read_text())
-    assert len(truth["images"]) == 3
-    assert (tmp_path / "run" / "detections.png").exists()
-
-
-@pytest.mark.long
-@pytest.mark.timeout(5400)
-def test_the_demonstration_learns_to_detect(tmp_path):
-    """The most frequent boxes and classes of training have an AP of 0.45 %."""
-    pytest.importorskip("skimage")
-    assert demo.main([str(tmp_path)])
-    last = read_json(tmp_path / "run" / RESULTS)["last"]
-    assert last["val_box_ap"] > 25
-    assert last["val_mask_ap"] > 25

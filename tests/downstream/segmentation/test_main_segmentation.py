@@ -1,19 +1,17 @@
-"""Runs of the segmentation program: classes, BatchNorm, several processes, bad flags, the demo."""
+"""Runs of the segmentation program: classes, BatchNorm, several processes, bad flags."""
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from downstream.segmentation import demo, main_segmentation
+from downstream.segmentation import main_segmentation
 from tests.downstream.bands import bands
 from tests.downstream.dense import segment, segment_linear
 from tests.downstream.segmentation.pairs import write_pairs
 from tests.runs import reports, state
-from util.evaluate.results import RESULTS
 from util.run.files.reports import read_json
 from util.run.files.search import read_sidecar
 from util.run.start.resume import find_changes
@@ -51,7 +49,6 @@ def test_batch_norm_keeps_its_batch_on_resume(striped, tmp_path, capsys):
         ("--model vit_huge_patch14", 768),
         ("--model vit_micro_patch4 --decoder_channels 8", 8),
         ("--recipe ade20k_upernet_vit_base", 768),
-        ("--recipe segmentation_demo", 48),
     ],
 )
 def test_the_decoder_is_as_wide_as_the_encoder_up_to_that_of_the_recipes(flags, width):
@@ -197,24 +194,3 @@ def test_bad_flags_are_refused_before_training(striped, tmp_path, capsys, flags,
 
 def test_a_frozen_encoder_must_be_pre_trained(striped, tmp_path, capsys):
     assert "--head linear needs --finetune" in segment_linear.refused(capsys, striped, tmp_path)
-
-
-# ------------------------------------------------------------------------------------------------------ demonstration
-
-
-def test_the_demonstration_runs_to_its_end(tmp_path, monkeypatch):
-    pytest.importorskip("skimage")
-    monkeypatch.setattr(demo, "write_mosaics", partial(demo.write_mosaics, num_val=8))
-    assert demo.main([str(tmp_path), "--num_iters", "20", "--num_train", "40"])
-    assert len(list((tmp_path / "data" / "images" / "training").iterdir())) == 40
-    assert len(list((tmp_path / "data" / "images" / "validation").iterdir())) == 8
-    assert (tmp_path / "run" / "predictions.png").exists()
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_the_demonstration_learns_to_segment(tmp_path):
-    """The class of the nearest mean colour has a mIoU of 22 %."""
-    pytest.importorskip("skimage")
-    assert demo.main([str(tmp_path)])
-    assert read_json(tmp_path / "run" / RESULTS)["last"]["val_miou"] > 50
