@@ -18,7 +18,7 @@ from util.data.datasets import AddressedDataset
 from util.data.images import Images
 from util.data.transforms import ResizeCenterCrop
 from util.evaluate.features import extract_features
-from util.evaluate.loop import EvalContext, evaluation_batches, with_equal_passes
+from util.evaluate.loop import EvalContext, evaluation_batches
 from util.run.train.loop import TrainLoop
 
 Batch = Sequence[torch.Tensor]  # (imgs [B, C, H, W], labels int64 [B])
@@ -140,7 +140,6 @@ def evaluate_images(
     """Calls `evaluate` on all of `images`, which the ranks share."""
     dataset = AddressedDataset(images, transform)
     loaded = evaluation_batches(dataset, range(len(images)), context)
-    loaded = with_equal_passes(loaded, dataset, len(images), model, model, context)
     return evaluate(model, loaded, len(images), context, columns)
 
 

@@ -437,7 +437,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         load = partial(load_encoder, model, classes=classes, first_release_merging=merging)
         run.load_encoder(load, note_without="no --finetune: training from scratch")
         match_run(run, model, classes)
-        model = model.to(run.build_device)
+        model = model.to(run.process.device)
         optimizer = make_optimizer(model, args, run.plan.lr)
 
         augmentation, notes = make_augmentation(args, model.img_size, images.pixel_format, given)

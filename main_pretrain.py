@@ -201,8 +201,6 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     args = parse_with_recipe(parser, RECIPES, argv)
     if CLASS_OF[args.model].shared_visible:  # by all images of a micro-batch
         parser.set_changes(batch_size="results")
-    if args.optimizer != "adamw":  # sums of shards round differently: a sign, or products in bfloat16, amplify it
-        parser.set_changes(shard="results")
     return parser, args
 
 
@@ -348,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
 
         torch.backends.cudnn.benchmark = True  # shapes are static
         torch.manual_seed(args.seed)  # the same initial weights on every rank
-        model = build_model(vars(args)).to(run.build_device)
+        model = build_model(vars(args)).to(run.process.device)
         model.use_statistics(*statistics)
         growth.check_growth(args, model)
         for file in model.named_files().values():

@@ -465,7 +465,7 @@ class VisionTransformer(Classifier, ViTEncoder):
     kwargs: arguments of `ViTEncoder`.
     """
 
-    parts = ("embed",)  # what --compile compiles beside blocks, see `util.run.processes.shard.compile_parts`
+    parts = ("embed",)  # what --compile compiles beside blocks, see `util.run.train.wrap.compile_parts`
 
     def __init__(
         self,

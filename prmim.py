@@ -202,7 +202,7 @@ class ProgressiveDecoder(nn.Module):
     (Fig. 2a), or plain partial reconstruction if tokens are thrown (Fig. 2b).
     """
 
-    parts: tuple[str, ...] = ("embed_tokens", "predict")  # that --compile compiles, see `util.run.processes.shard`
+    parts: tuple[str, ...] = ("embed_tokens", "predict")  # that --compile compiles, see `util.run.train.wrap`
 
     def __init__(
         self,

@@ -149,9 +149,8 @@ def check_shared_flags(args: argparse.Namespace, task: str) -> None:
         raise ValueError(f"--warmup_iters {args.warmup_iters} must lie between 0 and --num_iters {args.num_iters}")
     if args.all_valid:
         raise ValueError("--all_valid is for --eval: training takes all pixels as valid unless a flag marks some")
-    for name in ("shard", "compile"):
-        if getattr(args, name):
-            raise ValueError(f"--{name} is not for {task}: leave it out")
+    if args.compile:
+        raise ValueError(f"--compile is not for {task}: leave it out")
 
 
 def check_range(args: argparse.Namespace, name: str) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from framework import Framework
 from util.lazy import LazyModule
-from util.run.processes import shard
+from util.run.train.wrap import blocks_of
 
 timm_optim = LazyModule("timm.optim")
 
@@ -43,7 +43,7 @@ def split_matrices(groups: Sequence[dict[str, Any]], model: nn.Module) -> Groups
     both take the same learning rates.
     """
     matrices: set[nn.Parameter] = set()
-    for block in shard.blocks_of(model):
+    for block in blocks_of(model):
         matrices.update(layer.weight for layer in block.modules() if isinstance(layer, nn.Linear))
     split = []
     for group in groups:

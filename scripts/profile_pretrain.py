@@ -40,11 +40,11 @@ from util.attention import CHOICES, prefer
 from util.data.transforms import Normalize
 from util.run.cli import Parser, check_recipe, parse_with_recipe, prepare_file, run_program, user_errors
 from util.run.processes.distributed import PRECISIONS, precision
-from util.run.processes.shard import choose_attention, compile_parts
 from util.run.processes.supervise import StopSignal
 from util.run.train.logging import RunLog
 from util.run.train.loop import TrainLoop
 from util.run.train.step_graphs import WARM_UP, StepGraphs
+from util.run.train.wrap import choose_attention, compile_parts
 from util.tables import markdown_table, write_csv
 
 Row = dict[str, Any]

@@ -34,12 +34,12 @@ from util.run.cli import Parser, run_program, user_errors
 from util.run.files.checkpoint import read_checkpoint
 from util.run.files.record import Checkpoint
 from util.run.processes.distributed import init_process, precision
-from util.run.processes.shard import choose_attention
 from util.run.processes.supervise import StopSignal
 from util.run.train.loader import make_augmentation
 from util.run.train.logging import RunLog
 from util.run.train.loop import TrainLoop
 from util.run.train.saving import REPLAYED_PROGRAM
+from util.run.train.wrap import choose_attention
 from util.text import count_of, shorten
 from util.urls import data_path
 

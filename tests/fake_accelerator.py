@@ -32,8 +32,7 @@ from downstream.segmentation.models import UPerNet
 from engine_finetune import BatchAugmentation
 from frameworks.optimizers import split_matrices
 from models_vit import MICRO, VisionTransformer
-from tests.loops import a_driver
-from tests.util.run.processes.test_shard import CLASSIFIERS, batches_of, make
+from tests.loops import CLASSIFIERS, a_driver, batches_of, make
 from util.data.transforms import Normalize
 from util.evaluate.loop import EvalContext
 from util.run.processes.distributed import precision

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from models_vit import Block
 from util import attention, short_attention
-from util.run.processes import shard
+from util.run.train.wrap import recompute_blocks
 
 CPU = torch.device("cpu")
 # (tokens, heads, width)
@@ -121,7 +121,7 @@ def gradients(model, wrapped=None):
     model.zero_grad()
     out = wrapped(x)
     out.square().sum().backward()
-    grads = [shard._local(p.grad).flatten() for p in model.parameters()]
+    grads = [p.grad.flatten() for p in model.parameters()]
     return out.detach().flatten(), torch.cat(grads)
 
 
@@ -153,12 +153,12 @@ def show_model():
     short_attention.run = count
     for name, pointwise_only in (("recompute", False), ("recompute_pointwise", True)):
         model = Blocks()
-        shard.recompute_blocks(model, pointwise_only)
+        recompute_blocks(model, pointwise_only)
         launches.clear()
         difference = differs(gradients(model), eager)
         show(case=name, difference=difference, forward_launches=launches.count("forward_kernel"))
         model = Blocks()
-        shard.recompute_blocks(model, pointwise_only)
+        recompute_blocks(model, pointwise_only)
         launches.clear()
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
         difference = differs(gradients(model, compiled), eager)
@@ -170,9 +170,6 @@ def show_model():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = Blocks()
     show(case="DDP", difference=differs(gradients(model, DistributedDataParallel(model)), eager))
-    model = Blocks()
-    shard.shard(model, torch.optim.AdamW(model.parameters()), CPU)
-    show(case="FSDP2", difference=differs(gradients(model), eager))
     dist.destroy_process_group()
 
 

@@ -6,6 +6,9 @@ import torch
 
 import engine_finetune
 import engine_pretrain
+from encoders.models_swin import swin_micro_patch4_window4
+from models_vit import vit_micro_patch4
+from tests.test_framework_contract import build
 from util.data.transforms import Normalize
 from util.run.processes.distributed import precision
 from util.run.processes.supervise import StopSignal
@@ -109,3 +112,26 @@ def a_driver(model, optimizer, learning_rate, precision_name="fp32", device="cpu
     if augment is None:
         return Driver(engine_pretrain.train_one_epoch, model, loop)
     return Driver(engine_finetune.train_one_epoch, model, loop, augment)
+
+
+CLASSIFIERS = {"ViT": vit_micro_patch4, "Swin": swin_micro_patch4_window4}
+
+
+def make(name):
+    """A small model: a framework by the name of its class, or a classifier."""
+    torch.manual_seed(0)
+    if name in CLASSIFIERS:
+        return CLASSIFIERS[name](num_classes=5, drop_path_rate=0.3)
+    return build(name)
+
+
+def batches_of(name, model, rank, num, size=2):
+    generator = torch.Generator().manual_seed(rank)
+    for i in range(num):
+        imgs = torch.randint(0, 256, (size, 3, *model.img_size), dtype=torch.uint8, generator=generator)
+        if name in CLASSIFIERS:
+            yield imgs, torch.randint(0, 5, (size,), generator=generator)
+        else:
+            samples = [(torch.zeros(1), 0, (rank, size * i + j)) for j in range(size)]
+            _, labels, *orders = model.collator("furthest", 0)(samples)
+            yield imgs, labels, *orders

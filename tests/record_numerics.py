@@ -52,7 +52,6 @@ CASES = {
     "mae, muon, workers": pretraining("mae_vit_micro_patch4", "--optimizer muon --num_workers 2"),
     "mae, transformer": pretraining("mae_vit_micro_patch4", "--aggregation transformer --sampling random"),
     "mae, two processes": pretraining("mae_vit_micro_patch4", "--batch_size 4", processes=2),
-    "mae, sharded": pretraining("mae_vit_micro_patch4", "--batch_size 4 --shard", processes=2),
     "mae, kNN": Case(pretrain, "labelled", "--knn_every 1 --picture_every 1"),
     "mff": pretraining("mff_vit_micro_patch4"),
     "simmim": pretraining("simmim_vit_micro_patch4", "--throw_ratio 0.25"),

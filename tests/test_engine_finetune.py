@@ -19,7 +19,7 @@ from tests.loops import a_driver, forbidden_waits
 from tests.two_processes import run_in_two_processes
 from util.data.transforms import Normalize
 from util.evaluate.loop import EvalContext
-from util.run.processes import shard
+from util.run.train import wrap
 
 CLASSES = 6
 
@@ -244,7 +244,7 @@ def test_the_model_is_scored_in_eval_mode_and_given_back_as_it_was(training):
 
 def test_evaluation_compiles_nothing(monkeypatch):
     """Its batches, of which the last is smaller, have other shapes than those of training."""
-    monkeypatch.replace_in(shard, "torch.compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.replace_in(wrap, "torch.compile", partial(torch.compile, backend="aot_eager"))
     model = VisionTransformer(
         img_size=4,
         patch_size=2,
@@ -255,7 +255,7 @@ def test_evaluation_compiles_nothing(monkeypatch):
     )
     batches = [a_batch(3), a_batch(2)]
     plain = evaluate(model, batches, 5, CONTEXT)
-    shard.compile_parts(model)
+    wrap.compile_parts(model)
     torch._dynamo.reset()
     counters.clear()
     assert evaluate(model, batches, 5, CONTEXT) == plain

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
+from tests.loops import CLASSIFIERS
 from tests.test_framework_contract import CLASSES
-from tests.util.run.processes.test_shard import CLASSIFIERS
 from tests.warm import ROOT, Python
 
 MODELS = [*CLASSES, *CLASSIFIERS, "UPerNet", "probe"]

@@ -31,8 +31,8 @@ from util.data.pixel_format import PixelFormat
 from util.data.transforms import Normalize
 from util.pictures import as_rgb
 from util.run.files.checkpoint import save_checkpoint
-from util.run.processes import shard
-from util.run.processes.shard import recompute_blocks
+from util.run.train import wrap
+from util.run.train.wrap import recompute_blocks
 
 SIZES = dict(img_size=32, patch_size=4, embed_dim=32, depth=4, num_heads=2)
 # Enough tokens for windows that are grouped and shifted.
@@ -482,8 +482,8 @@ COMPILED += [("MaskedAutoencoderViT", True), ("MaskedAutoencoderViT", "pointwise
 def compile_parts(model):
     """As --compile, but the default backend would need a C++ compiler."""
     with MonkeyPatch.context() as patch:
-        patch.replace_in(shard, "torch.compile", partial(torch.compile, backend="aot_eager"))
-        shard.compile_parts(model)
+        patch.replace_in(wrap, "torch.compile", partial(torch.compile, backend="aot_eager"))
+        wrap.compile_parts(model)
     assert not torch._functorch.config.graphsafe_rng_functionalization  # on GPUs it would ignore the seed of a step
 
 

@@ -25,9 +25,10 @@ from util.data import open as open_data
 from util.data.images import FolderImages
 from util.run.cli import flags_given
 from util.run.files.search import newest_checkpoint
-from util.run.processes import distributed, shard
+from util.run.processes import distributed
 from util.run.start.plan import Plan
 from util.run.train import training as training_module
+from util.run.train import wrap
 from util.run.train.loop import TrainLoop
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,7 +98,7 @@ def test_muon_orthogonalises_the_matrices_of_blocks_and_adamw_does_the_rest(mode
         elif parameter.requires_grad:
             expected = 1e-3 * parameter.grad / (parameter.grad.abs() + 1e-7)
             assert_close(change, expected, rtol=1e-3, atol=1e-5)
-    assert num_matrices == 4 * len(shard.blocks_of(model))
+    assert num_matrices == 4 * len(wrap.blocks_of(model))
 
 
 def test_a_run_with_muon_resumes_exactly_and_its_encoder_is_told_from_others(photos, labelled, tmp_path, capsys):
@@ -115,34 +116,6 @@ def test_a_run_with_muon_resumes_exactly_and_its_encoder_is_told_from_others(pho
         assert (out / "log.txt").read_text().count("note: Muon has pre-trained the encoder") == 1
     pretrain(photos, tmp_path / "more", *flags, "--pretrained", tmp_path / "whole")
     assert "Muon" not in (tmp_path / "more" / "log.txt").read_text()
-
-
-def test_sharding_changes_the_results_of_muon():
-    parser, _ = main_pretrain.parse_args(["--optimizer", "muon"])
-    assert parser.changes["shard"] == "results"
-    assert main_pretrain.parse_args([])[0].changes["shard"] == "rounding"
-
-
-def test_muon_of_two_processes_is_that_of_one_also_if_sharded(photos, tmp_path):
-    flags = ("--optimizer", "muon", "--lr", 1e-3, "--epochs", 1, "--warmup_epochs", 0)
-    finish(photos, tmp_path / "one", *flags, processes=1)
-    finish(photos, tmp_path / "initial", *flags, "--lr", 0, processes=1)
-    expected = state(tmp_path / "one")["model"]
-    initial = state(tmp_path / "initial")["model"]
-    for name, more in {"two": (), "sharded": ("--shard",)}.items():
-        finish(photos, tmp_path / name, *flags, *more)
-        weights = state(tmp_path / name)["model"]
-        for key, value in expected.items():  # products of Newton and Schulz are in bfloat16
-            assert_close(
-                weights[key],
-                value,
-                rtol=0,
-                atol=2e-3,
-                msg=f"{name} {key}",
-            )
-            if "blocks." in key and key.endswith(MATRICES):
-                change = value - initial[key]
-                assert (weights[key] - value).norm() < 0.5 * change.norm(), f"{name} {key}"
 
 
 def test_a_run_leaves_what_it_promises(photos, tmp_path, capsys):
@@ -372,7 +345,7 @@ def test_a_compiled_run_has_all_its_graphs_before_the_first_step(photos, tmp_pat
         return grouper.group(units, sizes)
 
     monkeypatch.setattr(WindowGrouper, "__call__", group_large_half_of_the_time)
-    monkeypatch.replace_in(shard, "torch.compile", partial(torch.compile, backend=backend))
+    monkeypatch.replace_in(wrap, "torch.compile", partial(torch.compile, backend=backend))
     eager = pretrain(photos, tmp_path / "eager", *GREENMIM)
     assert not graphs
     monkeypatch.setattr(TrainLoop, "begin_step", begin_and_count)
@@ -392,14 +365,14 @@ def test_a_compiled_run_has_all_its_graphs_before_the_first_step(photos, tmp_pat
 
 
 def test_the_attention_kernel_is_a_run_s_choice(photos, tmp_path, monkeypatch, capsys):
-    prefer = shard.attention.prefer
+    prefer = wrap.attention.prefer
     chosen = []
 
     def note(name, device):
         chosen.append(name)
         return prefer(name, device)
 
-    monkeypatch.setattr(shard.attention, "prefer", note)
+    monkeypatch.setattr(wrap.attention, "prefer", note)
     pretrain(photos, tmp_path, "--max_steps", 1, "--attention", "short", "--device", "cpu")
     pretrain(photos, tmp_path, "--max_steps", 2, "--device", "cpu")
     assert chosen == ["short", "auto"]

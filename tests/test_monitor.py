@@ -407,17 +407,16 @@ def pretrain_in_two_processes(data, folder, *flags):
 
 
 def test_a_run_of_two_processes_with_a_bank_of_one_image(data, tmp_path):
-    flags = ("--knn_train", 1, "--batch_size", 4, "--shard", "--max_steps", 1)
+    flags = ("--knn_train", 1, "--batch_size", 4, "--max_steps", 1)
     (evaluation,) = pretrain_in_two_processes(data, tmp_path, *flags)
     assert evaluation["knn_mean_raw_top1"] == 50  # all are of one class
     assert evaluation["rankme"] == pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.parametrize("flags", [(), ("--shard",)], ids=["ddp", "sharded"])
-def test_a_run_of_two_processes_logs_what_one_does(data, tmp_path, flags):
+def test_a_run_of_two_processes_logs_what_one_does(data, tmp_path):
     """The processes have unequal shares of the images: 7 batches of 2 and of 1 for 13 training images."""
     small = ("--knn_train", 13, "--max_steps", 3)
-    flags = ("--batch_size", 2, "--accum_iter", 2, *flags)
+    flags = ("--batch_size", 2, "--accum_iter", 2)
     two = pretrain_in_two_processes(data, tmp_path / "two", *small, *flags)
     pretrain(data, tmp_path / "one", *KNN, *small)
     for ours, theirs in zip(two, evaluations(tmp_path / "one"), strict=True):

@@ -338,7 +338,7 @@ FLAGS = """
     warmup_lr lr_schedule lr_steps clip_grad betas optimizer
     dataset data_path data_cache data_cache_gb image_column label_column loader crop_scale crop interpolation
     num_workers max_bad_fraction
-    output_dir resume allow_changes device precision attention compile recompute recompute_pointwise shard reshard
+    output_dir resume allow_changes device precision attention compile recompute recompute_pointwise
     dist_timeout check_nodes max_steps save_every save_minutes save_steps picture_every knn_every knn_train
     print_freq profile cuda_graph check_data check_json
 """

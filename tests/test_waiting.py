@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from tests.loops import forbidden_waits
+from tests.loops import batches_of, forbidden_waits
 from tests.test_engine_pretrain import a_loop
 from tests.test_framework_contract import a_batch, build, frameworks, gradients, total
-from tests.util.run.processes.test_shard import batches_of
 
 
 @pytest.mark.gpu

@@ -1,13 +1,11 @@
 """Pictures of reconstructions during a training."""
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from framework import Framework, NoPixels
 from frameworks.hooks.reconstruction import crops, reconstruction_picture
 from util.data.images import evenly_spaced
-from util.run.processes import shard
 from util.run.train.training import Training
 
 
@@ -32,20 +30,15 @@ class Pictures:
         return self.training.loop.step == self.training.saver.first_step
 
     def perform(self) -> None:
-        """Draws the picture on rank 0; on all ranks if the model is sharded."""
+        """Draws the picture on rank 0."""
         training = self.training
         loop = training.loop
-        is_sharded = shard.is_sharded(self.model)
-        if not (training.process.is_main or is_sharded):
+        if not training.process.is_main:
             return
         indices = evenly_spaced(len(self.images), 8)
         [(imgs, ids_shuffle)] = crops(self.model, training.info.settings, self.images, indices, replace=True)
-        precision: AbstractContextManager = nullcontext()
-        if is_sharded:
-            precision = loop.autocast()
         try:
-            with precision, shard.unsharded(self.model):
-                picture = reconstruction_picture(self.model, loop.normalize, imgs, ids_shuffle)
+            picture = reconstruction_picture(self.model, loop.normalize, imgs, ids_shuffle)
         except NoPixels as error:
             if not self.is_refused:
                 training.note(f"note: there are no pictures of reconstructions: {error}")

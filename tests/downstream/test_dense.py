@@ -144,7 +144,6 @@ def test_an_evaluation_never_replaces_the_results_of_a_run(dense, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--shard", "--eval does not support --shard: leave it out"),
         ("--decoder_channels 5", "has 8: leave it out"),
     ],
 )

@@ -9,11 +9,11 @@ import pytest
 
 from tests.faults.test_user_runs import MICRO
 from tests.runs import PLAIN, finetune, pretrain
-from util.run.processes import shard
+from util.run.train import wrap
 
 
 def test_flags_that_change_bits_are_told(labelled, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(shard, "compile_parts", lambda model: None)
+    monkeypatch.setattr(wrap, "compile_parts", lambda model: None)
     finetune(labelled, tmp_path / "out", "--aa", "none", "--max_steps", 2, "--drop_path", 0.1)
     capsys.readouterr()
     finetune(labelled, tmp_path / "out", "--aa", "none", "--drop_path", 0.1, "--compile")

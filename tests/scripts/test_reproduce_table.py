@@ -112,14 +112,14 @@ def test_tables_share_runs(capsys):
 
 
 def test_flags_reach_the_mains_that_they_are_for(capsys):
-    flags = ["--pretrain_flags", "--batch_size 256 --compile", "--finetune_flags=--shard", "--", "--nnodes", "2"]
+    flags = ["--pretrain_flags", "--batch_size 256 --compile", "--finetune_flags=--recompute", "--", "--nnodes", "2"]
     pretrain, finetune = dry_run(capsys, "frameworks", "--rows", "tec_prmim*", *flags)
     assert pretrain[1:5] == finetune[1:5] == ["--nproc_per_node", "1", "--nnodes", "2"]
     _, args = parsed(pretrain)
     assert (args.teacher, args.data_path, args.batch_size, args.compile) == ("ibot.pth", "IMAGENET", 256, True)
-    assert args.shard is False
+    assert args.recompute is False
     _, args = parsed(finetune)
-    assert (args.data_path, args.batch_size, args.shard) == ("IMAGENET", None, True)
+    assert (args.data_path, args.batch_size, args.recompute) == ("IMAGENET", None, True)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from tests.test_framework_contract import a_batch, build
 from util import attention
 from util.attention import CHOICES, KERNELS, biased_attention, prefer, self_attention
 from util.costs import saved_bytes
-from util.run.processes import shard
 from util.run.processes.distributed import PRECISIONS
+from util.run.train import wrap
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -141,9 +141,9 @@ class Run:
         self.notes = []
         self.gathered = []
         self.faults = faults
-        monkeypatch.replace_in(shard, "torch.cuda.get_device_capability", lambda device: capability)
+        monkeypatch.replace_in(wrap, "torch.cuda.get_device_capability", lambda device: capability)
         monkeypatch.setattr(attention, "find_fault", self.find_fault)
-        monkeypatch.setattr(shard, "gather_objects", self.gather)
+        monkeypatch.setattr(wrap, "gather_objects", self.gather)
 
     def find_fault(self, dtype, heads, device):
         self.tested.append((dtype, heads, device))
@@ -157,7 +157,7 @@ class Run:
 
     def choose(self, name="auto", precision="bf16", device=GPU, model=None):
         model = model or build("MaskedAutoencoderViT")
-        shard.choose_attention(model, name, precision, device, self.notes.append)
+        wrap.choose_attention(model, name, precision, device, self.notes.append)
         return attention._short
 
 
@@ -182,7 +182,7 @@ def test_the_heads_of_a_teacher_count(monkeypatch):
     run = Run(monkeypatch)
     model = build("TECViT")
     teacher = model.teacher.blocks[0].attn
-    assert teacher.plain_heads in shard.plain_heads(model)
+    assert teacher.plain_heads in wrap.plain_heads(model)
     assert (torch.bfloat16, *teacher.plain_heads) in run.choose(model=model)
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from models_vit import Block
 from tests.warm import ROOT
 from util import attention
-from util.run.processes import shard
 from util.run.processes.distributed import PRECISIONS
+from util.run.train import wrap
 
 short_attention = pytest.importorskip("util.short_attention", reason="this torch has no Triton")
 compile_attention = pytest.importorskip("tools.compile_attention")
@@ -211,11 +211,11 @@ def test_on_a_gpu_a_model_gets_the_numbers_of_torchs_kernels(precision, how, mon
         torch.manual_seed(0)
         model = nn.ModuleDict({"blocks": nn.ModuleList([Block(64, 2)])}).to(GPU)
         attention.prefer(name, GPU)
-        shard.choose_attention(model, name, precision, GPU, notes.append)
+        wrap.choose_attention(model, name, precision, GPU, notes.append)
         if how == "recomputed":
-            shard.recompute_blocks(model, pointwise_only=True)
+            wrap.recompute_blocks(model, pointwise_only=True)
         if how == "compiled":
-            shard.compile_parts(model)
+            wrap.compile_parts(model)
         monkeypatch.setattr(short_attention, "run", count)
         with torch.autocast("cuda", PRECISIONS[precision]):
             out = model["blocks"][0](torch.linspace(-9, 9, 4 * 50 * 64, device=GPU).sin().view(4, 50, 64))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from util import collectives
 from util.data.datasets import AddressedDataset
-from util.evaluate.loop import EvalContext, evaluation_batches, share_of_rank, with_equal_passes
+from util.evaluate.loop import EvalContext, evaluation_batches, share_of_rank
 
 Encode = Callable[[Tensor], dict[str, Tensor]]
 
@@ -49,8 +49,7 @@ def extract_features(
     labels = [torch.empty(0, dtype=torch.int64, device=device)]
     was_training = model.training
     model.eval()
-    loaded = evaluation_batches(dataset, indices, context)
-    for imgs, targets in with_equal_passes(loaded, dataset, len(indices), model, encode, context):
+    for imgs, targets in evaluation_batches(dataset, indices, context):
         imgs = imgs.to(device, non_blocking=True)
         with context.autocast():
             encoded = encode(context.normalize(imgs))

@@ -2,26 +2,24 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from util import collectives
 from util.data.datasets import AddressedDataset, stack
 from util.data.loader import Loader
 from util.data.transforms import Normalize, Size
-from util.run.processes import shard
-from util.run.processes.shard import Autocast
 
 if TYPE_CHECKING:
     from util.run.train.training import Training
 
-
+Autocast = Callable[[], AbstractContextManager[Any]]
 IMAGES_PER_QUESTION = 8  # at least; where images differ in size, ranks that ask each other more often would wait more
 
 
@@ -120,24 +118,3 @@ def evaluation_batches(
     finally:
         batches.close()
         loaded.close()
-
-
-def with_equal_passes(
-    loaded: Iterable[Any],
-    dataset: AddressedDataset,
-    num_images: int,
-    model: nn.Module,
-    forward: Callable[[torch.Tensor], Any],
-    context: EvalContext,
-) -> Iterator[Any]:
-    """Yields the batches `loaded`. If `model` is sharded, it then runs `forward` on blank images on ranks with fewer.
-
-    A sharded forward pass needs all ranks. loaded: of `evaluation_batches`. num_images: of all ranks. forward: what the
-    caller runs once per batch.
-    """
-    if not shard.is_sharded(model):
-        yield from loaded
-        return
-    num_passes = most_batches(num_images, context)
-    blank = torch.zeros(1, dataset.images.pixel_format.channels, *dataset.transform.size, device=context.device)
-    yield from shard.pad_forward_passes(loaded, num_passes, forward, blank, context.autocast)

@@ -111,8 +111,6 @@ def session_of_eval(
         parser.error(f"--eval needs --resume: a checkpoint of {origins}, or a run's folder")
     if args.check_data is not None:
         parser.error("--check_data checks a training: leave out --eval")
-    if args.shard:
-        parser.error("--eval does not support --shard: leave it out")
     if "output_dir" not in given:
         return evaluation_session(parser, args, None)
     if (Path(args.output_dir) / "settings.json").exists():

@@ -25,7 +25,6 @@ from util.data.datasets import AddressedDataset, permutation
 from util.data.images import FolderImages
 from util.data.transforms import Normalize, RandomResizedCropFlip, Squash
 from util.run.files.search import list_checkpoints
-from util.run.processes import shard
 from util.run.processes.distributed import precision
 from util.run.processes.supervise import StopSignal
 from util.run.train.loop import TrainLoop
@@ -149,10 +148,8 @@ def test_maps_are_those_of_the_whole_images_one_by_one(uneven, num_workers):
     assert np.array_equal(maps[2], maps[3])  # image 2 is broken, and image 3 takes its place
 
 
-def _maps_in_two_processes(rank, folder, sharded):
+def _maps_in_two_processes(rank, folder):
     model = a_model()
-    if sharded:  # before any other forward pass, as after a resume
-        shard.shard(model, torch.optim.AdamW(model.parameters()), torch.device("cpu"))
     maps = maps_of(model, folder)
     samples = [(torch.zeros(1), 0, (0, i)) for i in range(2)]
     _, _, ids = model.collator("attention", 0)(samples)
@@ -160,10 +157,9 @@ def _maps_in_two_processes(rank, folder, sharded):
     return {"maps": maps}
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_two_processes_give_the_maps_of_one(uneven, sharded):
+def test_two_processes_give_the_maps_of_one(uneven):
     """Four and three images: the last one is computed twice, so that no rank waits for the other."""
-    first, second = run_in_two_processes(_maps_in_two_processes, uneven, sharded)
+    first, second = run_in_two_processes(_maps_in_two_processes, uneven)
     expected = maps_of(a_model(), uneven)
     found = first["maps"].astype(float)
     np.testing.assert_allclose(found, expected.astype(float), atol=1e-3)

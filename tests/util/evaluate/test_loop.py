@@ -1,4 +1,4 @@
-"""Batches of an evaluation: which images a process sees, when it is heard, what a sharded model does at the end."""
+"""Batches of an evaluation: which images a process sees, when it is heard."""
 
 import multiprocessing
 from contextlib import nullcontext
@@ -10,8 +10,7 @@ from util import collectives
 from util.data.datasets import AddressedDataset
 from util.data.open import open_images
 from util.data.transforms import Normalize, ResizeCenterCrop
-from util.evaluate import loop
-from util.evaluate.loop import EvalContext, evaluation_batches, share_of_rank, with_equal_passes
+from util.evaluate.loop import EvalContext, evaluation_batches, share_of_rank
 from util.run.processes.supervise import Stopped
 
 
@@ -60,18 +59,6 @@ def test_the_heartbeat_comes_before_each_batch(dataset):
     for _ in evaluation_batches(dataset, range(5), context(2, heartbeat=lambda: events.append("heartbeat"))):
         events.append("batch")
     assert events == ["heartbeat", "batch"] * 3
-
-
-@pytest.mark.parametrize(("rank", "num_batches", "num_blank"), [(0, 2, 0), (2, 1, 1)])
-def test_all_processes_run_a_sharded_model_equally_often(dataset, monkeypatch, rank, num_batches, num_blank):
-    """Seven images are shared as 3, 2, 2: two batches of two on process 0, one on process 2."""
-    become(monkeypatch, rank, 3)
-    monkeypatch.setattr(loop.shard, "is_sharded", lambda model: True)
-    blank = []
-    batches = evaluation_batches(dataset, range(7), context(2))
-    padded = with_equal_passes(batches, dataset, 7, torch.nn.Identity(), blank.append, context(2))
-    assert len(list(padded)) == num_batches
-    assert len(blank) == num_blank
 
 
 @pytest.mark.parametrize("num_images", [1, 2, 7, 8, 9, 24])

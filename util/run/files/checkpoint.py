@@ -135,21 +135,20 @@ def _write_sidecar(sidecar: Path, size: int, digest: str, meta: Mapping[str, Any
     sidecar.write_text(json.dumps({"size": size, "sha256": digest, "keep": keep, "meta": meta}, indent=1))
 
 
-def read_checkpoint(path: str | Path, is_verified: bool = False, mmap: bool = False) -> Checkpoint:
+def read_checkpoint(path: str | Path, is_verified: bool = False) -> Checkpoint:
     """Reads a `.pth` or `.safetensors` file, or a `.bin` of Transformers.
 
     No code in the file is executed. Besides tensors and plain values only `argparse.Namespace` is accepted, which MAE's
     releases contain. Raises ValueError if there is no file, CheckpointError if it is damaged or of another kind, and
     OSError if the storage fails. is_verified: its hash has just been compared with its sidecar, for example by
-    `newest_checkpoint`. mmap: tensors are views of the file, whose pages the processes of a node share. If the storage
-    fails later, SIGBUS ends the process.
+    `newest_checkpoint`.
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no checkpoint at {str(path)!r}: give the path of a .pth or .safetensors file")
     if not is_verified:
         refuse_damage(path)
-    content = _read_content(path, mmap)
+    content = _read_content(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{str(path)!r} holds a {type(content).__name__}, not a dict of weights")
     meta = content.get("meta")
@@ -177,12 +176,12 @@ def read_info(path: str | Path) -> CheckpointInfo:
     return read_sidecar(Path(path)) or read_checkpoint(path).info
 
 
-def _read_content(path: Path, mmap: bool) -> Any:
+def _read_content(path: Path) -> Any:
     try:
         if path.suffix == ".safetensors":
             return read_safetensors(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            return torch.load(path, map_location="cpu", weights_only=True)
     except PermissionError as error:
         raise CheckpointError(
             f"{str(path)!r} cannot be read: {error.strerror} ({describe_owner(str(path))})"

@@ -385,20 +385,6 @@ def add_device_flags(group: FlagGroup) -> None:
         default=False,
         help="recompute blocks apart from matrix products and attention: takes less time, saves less memory",
     )
-    flag(
-        "--shard",
-        changes="rounding",  # or results: see `changes_of_flags`
-        action=boolean,
-        default=False,
-        help="shard parameters, gradients and optimizer state (FSDP2)",
-    )
-    flag(
-        "--reshard",
-        changes="nothing",
-        action=boolean,
-        default=True,
-        help="with --shard: free gathered parameters until the backward pass (--no-reshard: less communication)",
-    )
 
 
 def add_saving_flags(group: FlagGroup, unit: str) -> None:

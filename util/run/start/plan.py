@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from util import collectives
 from util.cores import cores_per_process
 from util.lr_sched import Schedule
-from util.run.cli import Change, Parser, describe_warmup
+from util.run.cli import Parser, describe_warmup
 from util.run.processes.distributed import Process, gpu_memory, precision
 from util.run.start.flags import MIN_COMPILED_STEPS
 from util.text import count_of
@@ -48,8 +46,6 @@ def make_plan(
     fit a GPU, by its bytes and the precision; on GPUs up to MAX_DEFAULT of these are the largest. For all ranks.
     """
     check_flags(args)
-    if args.shard and not dist.is_initialized():
-        raise ValueError("--shard needs several processes: start with torchrun")
     if args.compile and process.device.type == "cuda":
         collectives.run_everywhere(refuse_without_compiler)
     name = precision(args.precision, process.device).name
@@ -145,14 +141,6 @@ def schedule_by_epochs(parser: Parser, args: argparse.Namespace, plan: Plan, ste
         pauses=(steps_per_epoch,),
         epochs=args.epochs,
     )
-
-
-def changes_of_flags(parser: Parser, plan: Plan) -> dict[str, Change]:
-    """Returns what each flag changes in a run, by name."""
-    changes = parser.changes
-    if plan.precision == "bf16" and plan.device == "cuda":
-        changes["shard"] = "results"  # on GPUs sharded blocks also round their norms to bfloat16
-    return changes
 
 
 def check_flags(args: argparse.Namespace) -> None:

@@ -57,19 +57,17 @@ def describe_other_program(program: str, start: Start) -> str:
     return message
 
 
-def restore(
-    path: Path, is_verified: bool, model: torch.nn.Module, optimizer: torch.optim.Optimizer, mmap: bool = False
-) -> dict[str, Any]:
+def restore(path: Path, is_verified: bool, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Loads weights and optimizer state from the checkpoint at `path`. Returns the rest of its state of training.
 
     The state of an optimizer of another class is not loaded: this one starts without any, as in a new run.
-    is_verified: its hash has just been compared. mmap: see `read_checkpoint`; moments stay views of the file.
+    is_verified: its hash has just been compared.
     """
-    content = checkpoint.read_checkpoint(path, is_verified, mmap)
+    content = checkpoint.read_checkpoint(path, is_verified)
     if content.info.run is None or "optimizer" not in content.training:
         raise holds_no_run(path)
     strict.load_strict(model, content.weights, "the checkpoint's weights")
-    moments = content.training.pop("optimizer")  # nobody else keeps them when they are sharded
+    moments = content.training.pop("optimizer")
     if content.info.run.optimizer == type(optimizer).__name__:
         load_optimizer(optimizer, moments)
     return content.training

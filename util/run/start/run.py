@@ -39,7 +39,7 @@ from util.run.start.folder import (
     measure_space,
     view_folder,
 )
-from util.run.start.plan import Plan, RunSchedule, changes_of_flags, decide_compilation, make_plan
+from util.run.start.plan import Plan, RunSchedule, decide_compilation, make_plan
 from util.run.start.resume import (
     choose_encoder,
     find_changes,
@@ -166,13 +166,6 @@ class Run:
     @property
     def output_dir(self) -> Path:
         return self.start.output_dir
-
-    @property
-    def build_device(self) -> torch.device:
-        """The device to build the model on. With --shard the whole model never lies on a GPU."""
-        if self.args.shard:
-            return torch.device("cpu")
-        return self.process.device
 
     @property
     def first_step(self) -> int:
@@ -312,14 +305,13 @@ class Run:
         """Loads the checkpoint to resume. Returns its state of training."""
         path = self.start.resume_path
         assert path is not None
-        flag_changes = changes_of_flags(self.parser, self.plan)
+        flag_changes = self.parser.changes
         changes = find_changes(resumed, info, flag_changes, self.chosen)
         if not self.args.allow_changes:
             refuse_changes(changes, path)
         # Rank 0 has compared its hash in `enter_folder`. On other nodes one process does, since all read the same copy.
         is_verified = self.process.is_main or self.process.local_rank > 0
-        # With --shard, all processes of a node read the whole model and its moments to keep a part of them.
-        state = restore(path, is_verified, model, optimizer, mmap=self.args.shard)
+        state = restore(path, is_verified, model, optimizer)
         for change in changes:
             self.note(f"warning: {change}")
         self.note(*find_notes(resumed, info, flag_changes))

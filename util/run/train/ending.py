@@ -45,10 +45,10 @@ def end_after_signal(loop: TrainLoop, stop: StopSignal) -> None:
 
 def describe_full_gpu(error: Exception, batch_size: int) -> ValueError:
     """Returns the error of a GPU whose memory is full, with the next smaller micro-batch that fits the total batch."""
-    remedies = "--recompute, or --shard on several GPUs"
+    remedies = "--recompute"
     for smaller in range(batch_size // 2, 0, -1):
         if batch_size % smaller == 0:
-            remedies = f"--batch_size {smaller}, {remedies}"
+            remedies = f"--batch_size {smaller}, or {remedies}"
             break
     cause = str(error).partition(". ")[0]
     return ValueError(f"{cause}, in micro-batches of {count_of(batch_size, 'image')}: give {remedies}")

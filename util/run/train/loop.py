@@ -4,7 +4,7 @@ There is no host-device sync except at reports: losses and gradient norms add up
 decides whether a step is finite. If the loss or the norm of the gradient is not finite, the weights stay as they were.
 Fused AdamW skips the step by itself (torch made this for GradScaler), and so does LARS; the step of others is undone
 (`skipping`). All ranks skip alike: a loss that is not finite makes its gradient NaN, DDP has averaged the gradients
-before, and the norm of sharded gradients is all-reduced. Ranks exchange one flag in each step, and all that a report
+before. Ranks exchange one flag in each step, and all that a report
 needs in one all-reduce.
 """
 
@@ -23,7 +23,6 @@ from util.addressed import STEP, addressed_seed
 from util.collectives import all_reduce_sum, rank_and_world_size
 from util.data.transforms import Normalize
 from util.run.processes.distributed import DeviceCopies, Precision, memory_scalars
-from util.run.processes.shard import total_norm
 from util.run.processes.supervise import BACKWARD, BETWEEN, DATA, DEVICE, FORWARD, Stopped, StopSignal, Watchdog
 from util.run.train.logging import RunLog
 from util.run.train.skipping import step_if
@@ -327,7 +326,8 @@ class TrainLoop:
         scaler = self.precision.scaler
         scaler.unscale_(self.optimizer)
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        grad_norm, num_asked = total_norm(grads, flag)
+        grad_norm = torch.nn.utils.get_total_norm(grads)
+        num_asked = all_reduce_sum(flag)
         if self.clip_grad is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip_grad, grad_norm)
         if scaler.is_enabled():  # it has checked every gradient

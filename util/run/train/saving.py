@@ -24,7 +24,6 @@ from util.run.files import checkpoint, search
 from util.run.files.lock import FolderLock
 from util.run.files.record import CheckpointInfo
 from util.run.files.reports import write_progress
-from util.run.processes import shard
 from util.run.processes.supervise import SAVING
 from util.run.start.folder import Start
 from util.run.start.plan import RunSchedule
@@ -38,6 +37,32 @@ PULSE = 1.0  # seconds between two looks at a write that is waited for
 
 class FolderLost(OSError):
     """The output folder was deleted, moved or unmounted while the run went on."""
+
+
+class HostCopies:
+    """Makes copies of states on the CPU. Each copy overwrites the one before. device: where most tensors are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.buffers: dict[tuple[Any, ...], torch.Tensor] = {}  # pinned if they are copied from a GPU
+
+    def take(self, state: Any) -> Any:
+        """Returns `state`, nested dicts and lists, with copies of its tensors."""
+        copy = self._copy(state, ())
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # copies to pinned memory are asynchronous
+        return copy
+
+    def _copy(self, content: Any, place: tuple[Any, ...]) -> Any:
+        if isinstance(content, dict):
+            return {name: self._copy(value, (*place, name)) for name, value in content.items()}
+        if isinstance(content, list):
+            return [self._copy(value, (*place, i)) for i, value in enumerate(content)]
+        if not torch.is_tensor(content):
+            return content
+        if place not in self.buffers:
+            self.buffers[place] = torch.empty_like(content, device="cpu", pin_memory=self.device.type == "cuda")
+        return self.buffers[place].copy_(content, non_blocking=True)
 
 
 @dataclass
@@ -72,7 +97,7 @@ class CheckpointSaver:
         self.output_dir = self.start.output_dir
         self.first_step = self.loop.step
         self.saved_steps = [self.first_step]  # resumed from, or written since; older ones may be pruned
-        self.copies = shard.HostCopies(self.loop.device)
+        self.copies = HostCopies(self.loop.device)
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.writing: Write | None = None  # on rank 0, until `join` has seen how it ended
         self.began = time.monotonic()  # the last save
@@ -137,7 +162,8 @@ class CheckpointSaver:
         if run_on_rank0(lambda: self.is_saved(changed_at)):
             return
         # Buffers, too: one batch that is not finite ruins the running statistics of a BatchNorm for good.
-        if all_reduce_sum(shard.count_bad(self.model.state_dict().values())) > 0:
+        num_bad = torch.stack([~tensor.isfinite().all() for tensor in self.model.state_dict().values()]).sum()
+        if all_reduce_sum(num_bad) > 0:
             raise FloatingPointError(f"the weights are not finite after step {step} and were not saved")
         is_new_folder = run_on_rank0(self.make_lost_folder)
         must_succeed = final or is_new_folder or run_on_rank0(self.is_last_try)
@@ -148,8 +174,7 @@ class CheckpointSaver:
             "meter": loop.meter.state_dict(),
         }
         self.began = time.monotonic()
-        copy = self.copies.take(state, keep=self.start.process.is_main)
-        run_on_rank0(lambda: self.begin_write(step, copy))
+        run_on_rank0(lambda: self.begin_write(step, self.copies.take(state)))
         if must_succeed:
             with self.waiting():
                 run_on_rank0(lambda: self.join(required=True))
@@ -159,8 +184,7 @@ class CheckpointSaver:
     def save_best(self, info: CheckpointInfo) -> None:
         """Saves the current weights alone, as checkpoint-best.pth. All ranks must call it. info: what it says."""
         self.finish()  # the write before it reads the memory of the copy
-        copy = self.copies.take({"model": self.model.state_dict()}, keep=self.start.process.is_main)
-        run_on_rank0(lambda: self.begin_write_of_best(copy, info))
+        run_on_rank0(lambda: self.begin_write_of_best(self.copies.take({"model": self.model.state_dict()}), info))
 
     def make_lost_folder(self) -> bool:
         """Makes the output folder again if it was deleted, and says so. FolderInUse if another run has it now.
@@ -351,8 +375,7 @@ def save_bad_step(saver: CheckpointSaver) -> bool:
         return False
     saver.finish()  # the write before it reads the memory of the copy
     state = {"model": saver.model.state_dict(), "scaler": saver.loop.precision.scaler.state_dict()}
-    copy = saver.copies.take(state, keep=saver.start.process.is_main)
-    run_on_rank0(lambda: write_bad_step(saver, step, copy))
+    run_on_rank0(lambda: write_bad_step(saver, step, saver.copies.take(state)))
     return True
 
 

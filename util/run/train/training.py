@@ -68,8 +68,7 @@ class BetweenSteps(Protocol):
 class Training:
     """A run whose model is there: its log, loop and saver.
 
-    info: what the checkpoints say, at the first step. wrapped: the model as training calls it: compiled, sharded or in
-    DDP.
+    info: what the checkpoints say, at the first step. wrapped: the model as training calls it: compiled, in DDP.
     """
 
     @classmethod
@@ -122,7 +121,7 @@ class Training:
         if not run.start.continues_here:
             run.note(*collectives.run_on_rank0(lambda: set_aside_earlier_run(run.output_dir)))
         self.log = RunLog(run.output_dir, run.first_step, last_step, process.is_main, schedule.steps_per_epoch)
-        self.wrapped = wrap_model(model, optimizer, args, plan, process, run.note)
+        self.wrapped = wrap_model(model, args, plan, process, run.note)
         self.watchdog = run.watchdog
         self.stop = StopSignal(process.device)
         self.bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info)

@@ -1,43 +1,49 @@
-"""The model as training calls it: compiled, sharded or in DDP."""
+"""The model as training calls it: with its attention kernel, recomputed, compiled, in DDP."""
 
 import argparse
 import inspect
+import re
 from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from util import attention
-from util.run.processes import shard
+from util.collectives import gather_objects
 from util.run.processes.distributed import PRECISIONS, Process
-from util.run.processes.supervise import collective_timeout
 from util.run.start.plan import Plan
+
+# Matrix products, and attention on any kernel.
+PRODUCTS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.prmim.short_attention.default,
+]
 
 
 def wrap_model(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    args: argparse.Namespace,
-    plan: Plan,
-    process: Process,
-    note: Callable[[str], None],
+    model: nn.Module, args: argparse.Namespace, plan: Plan, process: Process, note: Callable[[str], None]
 ) -> nn.Module:
-    """Applies --attention, --recompute, compilation and --shard, then wraps the model in DDP if there are several.
+    """Applies --attention, --recompute and compilation, then wraps the model in DDP if there are several processes.
 
-    Returns the module to call. Parameters of `optimizer` are replaced by their shards. note: writes to the log.
+    Returns the module to call. note: writes to the log.
     """
     attention.prefer(args.attention, process.device)
-    shard.choose_attention(model, args.attention, plan.precision, process.device, note)
+    choose_attention(model, args.attention, plan.precision, process.device, note)
     if args.recompute or args.recompute_pointwise:
-        shard.recompute_blocks(model, pointwise_only=not args.recompute)
-    if args.shard:
-        compiles = bool(plan.compile)
-        minutes = collective_timeout(args.dist_timeout, compiles)
-        shard.shard(model, optimizer, process.device, PRECISIONS[plan.precision], compiles, minutes, args.reshard)
-        return model
+        recompute_blocks(model, pointwise_only=not args.recompute)
     if plan.compile:
-        shard.compile_parts(model)
+        compile_parts(model)
     if process.world_size == 1:
         return model
     # Buffers are not broadcast with every step, but before evaluation. Newer torch has renamed the flag.
@@ -47,3 +53,104 @@ def wrap_model(
     # With accumulation some backward passes do not all-reduce, which a static graph does not allow.
     is_static = plan.accum_iter == 1
     return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=is_static, **{sync_buffers: False})
+
+
+def choose_attention(
+    model: nn.Module, name: str, precision: str, device: torch.device, note: Callable[[str], None]
+) -> None:
+    """Uses the kernel for short sequences in `model` if --attention `name` asks for it, and it works on all ranks.
+
+    With "auto" it is used on GPUs of capability 9.0, where it was measured to be faster. All ranks call it before the
+    model is compiled. note: is called with the reason if the kernel does not work.
+    """
+    dtype = PRECISIONS[precision]
+    heads = plain_heads(model)
+    if name not in ("auto", "short") or not heads:
+        return
+    if device.type != "cuda" or dtype is None:
+        if name == "short":
+            note("note: torch's attention kernels are used: --attention short is for bf16 and fp16 on a GPU")
+        return
+    fault: str | None = ""  # needs no note
+    if name == "short" or torch.cuda.get_device_capability(device) == (9, 0):
+        fault = attention.find_fault(dtype, heads, device)
+    faults = gather_objects(fault)
+    if all(fault is None for fault in faults):
+        attention.use_short(dtype, heads)
+        return
+    for rank, fault in enumerate(faults):
+        if fault:
+            note(f"note: torch's attention kernels are used: --attention short fails on rank {rank}: {fault}")
+            return
+
+
+def plain_heads(model: nn.Module) -> set[tuple[int, int]]:
+    """Returns (number, width) of the heads of each layer that calls `self_attention`, also in a teacher."""
+    modules = list(model.modules())
+    teacher = getattr(model, "teacher", None)  # no submodule, but a part of the step
+    if teacher is not None:
+        modules += teacher.modules()
+    return {module.plain_heads for module in modules if hasattr(module, "plain_heads")}
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The transformer blocks of encoder and decoders. Every model keeps them in lists named `blocks`."""
+    return [module for name, module in model.named_modules() if re.search(r"(^|\.)blocks\.\d+$", name)]
+
+
+def recompute_blocks(model: nn.Module, pointwise_only: bool = False) -> None:
+    """Makes each block store only its input, and recompute the rest in the backward pass. Values stay bit-equal.
+
+    pointwise_only: also store the results of matrix products and of attention, which take most of the time.
+    """
+    forward = _recomputed
+    if pointwise_only:
+        forward = _pointwise_recomputed
+    for block in blocks_of(model):
+        block.forward = MethodType(forward, block)  # which equal blocks share, so that they share compiled code
+
+
+def _recomputed(block: nn.Module, *inputs: Any) -> Any:
+    return checkpoint(type(block).forward, block, *inputs, use_reentrant=False)
+
+
+def _pointwise_recomputed(block: nn.Module, *inputs: Any) -> Any:
+    stored = partial(create_selective_checkpoint_contexts, PRODUCTS)
+    return checkpoint(type(block).forward, block, *inputs, use_reentrant=False, context_fn=stored)
+
+
+def compile_parts(model: nn.Module) -> None:
+    """Compiles each block, and each of the methods that modules name as their `parts`, as a graph of its own.
+
+    Equal blocks share one graph, so that a deep model compiles as fast as a shallow one. In DDP the gradients of a
+    block are reduced while those of the block before it are computed. A part holds no block. Anything else, such as
+    norms between blocks, runs as it is written.
+
+    So does all that runs in eval mode: other batches have other shapes, each of which would have to be compiled.
+    """
+    functions = [(block, "forward") for block in blocks_of(model)]
+    modules = list(model.modules())
+    teacher = getattr(model, "teacher", None)  # no submodule, but a part of the step
+    if teacher is not None:
+        functions += [(block, "forward") for block in blocks_of(teacher)]
+        modules.append(teacher)
+    for module in modules:
+        functions += [(module, name) for name in getattr(module, "parts", ())]
+    # Else compiled blocks that are recomputed drop paths by generators of their own, which no seed of a step reaches.
+    torch._functorch.config.graphsafe_rng_functionalization = False
+    config = torch._dynamo.config
+    config.optimize_ddp = False  # it would cut the graph of a block where a bucket of gradients ends
+    # Blocks share their code but differ in width, shift of windows and number of tokens. Dynamo counts them together.
+    limit = max(config.recompile_limit, 8 * len(functions))
+    config.recompile_limit = limit
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, limit)
+    for module, name in functions:
+        function = getattr(module, name)
+        compiled = torch.compile(function, fullgraph=True, dynamic=False)
+        setattr(module, name, partial(_call, model, function, compiled))
+
+
+def _call(model: nn.Module, function: Callable[..., Any], compiled: Callable[..., Any], *inputs: Any) -> Any:
+    if model.training:
+        return compiled(*inputs)
+    return function(*inputs)

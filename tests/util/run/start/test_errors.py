@@ -42,8 +42,8 @@ def test_an_error_of_a_worker_is_its_whole_message_in_one_line(capsys, message, 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ((), "in micro-batches of 8 images: give --batch_size 4, --recompute, or --shard"),
-        (("--batch_size", 1, "--total_batch_size", 4), "in micro-batches of 1 image: give --recompute, or --shard"),
+        ((), "in micro-batches of 8 images: give --batch_size 4, or --recompute"),
+        (("--batch_size", 1, "--total_batch_size", 4), "in micro-batches of 1 image: give --recompute"),
     ],
 )
 def test_a_full_gpu_ends_a_run_with_one_sentence(photos, tmp_path, capsys, before_step, flags, said):

@@ -13,10 +13,9 @@ from monitor import Monitor
 from tests.runs import pretrain, reports
 from util.run.files import search
 from util.run.files.checkpoint import save_checkpoint
-from util.run.processes import shard
 from util.run.processes.distributed import Process
 from util.run.start import run as run_module
-from util.run.train import loop
+from util.run.train import loop, wrap
 from util.run.train.loop import TrainLoop
 from util.run.train.training import Training
 
@@ -107,7 +106,7 @@ def test_with_compile_the_first_steps_and_the_first_evaluation_may_take_an_hour(
         note("kNN", training.watchdog)
         heartbeat(training)
 
-    monkeypatch.setattr(shard, "compile_parts", lambda model: None)
+    monkeypatch.setattr(wrap, "compile_parts", lambda model: None)
     monkeypatch.setattr(TrainLoop, "begin_step", step)
     monkeypatch.setattr(Training, "heartbeat", evaluate)
     pretrain(photos, tmp_path, "--compile", "--knn_every", 1, "--picture_every", 0)
@@ -125,7 +124,6 @@ def test_while_a_run_trains_cudnn_measures_its_kernels_and_garbage_collection_sk
     assert torch.backends.cudnn.benchmark
 
 
-@pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize(
     ("rank", "local_rank", "hashes"),
     [
@@ -135,19 +133,19 @@ def test_while_a_run_trains_cudnn_measures_its_kernels_and_garbage_collection_sk
         (9, 1, False),
     ],
 )
-def test_one_process_of_each_node_hashes_the_checkpoint(monkeypatch, tmp_path, rank, local_rank, hashes, shard):
-    """Rank 0 has done so before. If the model is sharded, the processes of a node share the pages of the file."""
-    monkeypatch.setattr(run_module, "restore", lambda path, is_verified, *_, mmap: (is_verified, mmap))
-    for name in ("changes_of_flags", "find_changes", "find_notes"):
+def test_one_process_of_each_node_hashes_the_checkpoint(monkeypatch, tmp_path, rank, local_rank, hashes):
+    """Rank 0 has done so before."""
+    monkeypatch.setattr(run_module, "restore", lambda path, is_verified, *_: is_verified)
+    for name in ("find_changes", "find_notes"):
         monkeypatch.setattr(run_module, name, lambda *_: [])
     this = Namespace(
         process=Process(torch.device("cpu"), rank, 16, 8, local_rank),
         start=Namespace(resume_path=tmp_path),
-        args=Namespace(allow_changes=True, shard=shard),
+        args=Namespace(allow_changes=True),
         chosen=set(),
-        parser=None,
+        parser=Namespace(changes={}),
         plan=None,
         first_step=0,
         note=lambda *_: None,
     )
-    assert run_module.Run._restore(this, None, None, None, None) == (not hashes, shard)
+    assert run_module.Run._restore(this, None, None, None, None) == (not hashes)

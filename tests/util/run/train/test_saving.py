@@ -16,13 +16,12 @@ from util.run.files import checkpoint
 from util.run.files.checkpoint import save_checkpoint
 from util.run.files.lock import FolderLock
 from util.run.files.search import list_finished, step_of
-from util.run.processes.shard import HostCopies
 from util.run.processes.supervise import Watchdog
 from util.run.start import folder as folder_module
 from util.run.start.folder import check_space, checkpoint_bytes
 from util.run.train import saving
 from util.run.train.loop import Meter
-from util.run.train.saving import CheckpointSaver, FolderLost
+from util.run.train.saving import CheckpointSaver, FolderLost, HostCopies
 
 CPU = torch.device("cpu")
 FULL = OSError(28, "No space left on device")
@@ -129,7 +128,7 @@ def test_a_copy_of_a_gpus_state_is_pinned_and_complete():
     weights = torch.zeros(64, 3, 7, 7, device="cuda").to(memory_format=torch.channels_last)
     copies = HostCopies(weights.device)
     for value in (0, 1):
-        copy = copies.take({"a": [weights], "name": "x"}, keep=True)
+        copy = copies.take({"a": [weights], "name": "x"})
         weights += 1
         assert copy["name"] == "x"
         assert copy["a"][0].is_pinned()
