@@ -339,7 +339,7 @@ FLAGS = """
     dataset data_path data_cache data_cache_gb image_column label_column loader crop_scale crop interpolation
     num_workers max_bad_fraction
     output_dir resume allow_changes device precision attention compile recompute recompute_pointwise
-    dist_timeout check_nodes max_steps save_every save_minutes save_steps picture_every knn_every knn_train
+    dist_timeout max_steps save_every save_minutes save_steps picture_every knn_every knn_train
     print_freq profile cuda_graph check_data check_json
 """
 

@@ -7,7 +7,7 @@ from timm.optim import Lion
 from frameworks import optimizers
 from main_pretrain import get_args_parser
 from recipes import RECIPES
-from scripts import estimate, profile_pretrain
+from scripts import profile_pretrain
 from tests.runs import pretrain
 from util.run.cli import parse_with_recipe
 
@@ -42,8 +42,3 @@ def test_the_time_of_its_step_is_measured(lion):
         assert group["betas"] == (0.8, 0.9)
         for parameter in group["params"]:
             assert group["weight_decay"] == (0.3 if parameter.ndim > 1 else 0.0)
-
-
-def test_the_time_of_its_step_is_not_predicted(lion):
-    with pytest.raises(ValueError, match="cifar10_mae: estimate.py knows --optimizer adamw alone"):
-        estimate.count_costs(settings_of("cifar10_mae", *lion))

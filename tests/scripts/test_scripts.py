@@ -9,8 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-import prmim
-from scripts import draw_patterns, plot_losses, sample_photos, visualize
+from scripts import plot_losses, sample_photos, visualize
 from tests import runs
 from tests.patches import StandIn
 from tests.runs import refused
@@ -27,23 +26,6 @@ def draw(run, out, *flags):
 def num_colors(path):
     picture = np.asarray(Image.open(path).convert("RGB"))
     return len(np.unique(picture.reshape(-1, 3), axis=0))
-
-
-# ------------------------------------------------------------------------------------------------ draw_patterns.py
-
-
-def test_patterns_are_those_of_the_sampler():
-    states = draw_patterns.draw_states("furthest", grid=8, mask_ratio=0.75, throw_ratio=0.5)
-    for state, number in ((prmim.VISIBLE, 16), (prmim.RETAINED, 16), (prmim.THROWN, 32)):
-        assert np.count_nonzero(states == state) == number
-    others = draw_patterns.draw_states("random", grid=8, mask_ratio=0.75, throw_ratio=0.5)
-    assert np.array_equal(states == prmim.VISIBLE, others == prmim.VISIBLE)  # both pick from the same masked tokens
-
-
-def test_patterns_are_drawn(tmp_path):
-    out = str(tmp_path / "p.png")
-    draw_patterns.main(["--out", out, "--grid", "4", "--throw_ratio", "0.25", "0.5"])
-    assert num_colors(out) > 3
 
 
 # ---------------------------------------------------------------------------------------------------- visualize.py

@@ -122,10 +122,7 @@ def make_report(args: argparse.Namespace, findings: Findings, errors: Sequence[s
 
 def how_to_know_hours(args: argparse.Namespace) -> str:
     """Returns what tells the length of the run in time, which a check does not."""
-    measured = "not known here: --max_steps 20 in a folder of its own prints images per second"
-    if args.recipe is not None and args.model.startswith("mae_"):
-        return f"{measured}; for GPUs see scripts/estimate.py {args.recipe}"
-    return measured
+    return "not known here: --max_steps 20 in a folder of its own prints images per second"
 
 
 def add_section(report: Part, title: str, lines: Sequence[str]) -> None:

@@ -364,13 +364,6 @@ def add_device_flags(group: FlagGroup) -> None:
         help="seconds without progress after which a process ends",
     )
     flag(
-        "--check_nodes",
-        changes="nothing",
-        action=boolean,
-        default=False,
-        help="before the run, time products, copies and transfers of all processes for some seconds; warn of slow ones",
-    )
-    flag(
         "--recompute",
         everyday=True,
         changes="nothing",

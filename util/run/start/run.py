@@ -25,7 +25,6 @@ from util.findings import EndOfCheck, collected, is_checking
 from util.run.cli import Parser, flags_chosen
 from util.run.files import checkpoint
 from util.run.files.record import CheckpointInfo, DataInfo, EncoderSource, RunInfo
-from util.run.processes.check_nodes import check_nodes
 from util.run.processes.distributed import Process, may_compile
 from util.run.processes.supervise import Watchdog, first_timeout
 from util.run.start.data_check import check_of_data, describe_run
@@ -135,9 +134,6 @@ class Run:
                     with collected():
                         encoder, encoder_notes = find_first_weights(args, start, resumed, encoder_flag)
                         notes = [*notes, *encoder_notes]
-                    if args.check_nodes:
-                        watchdog.begin_phase("check of nodes")
-                        notes = [*notes, *check_nodes(process, plan.precision)]
                     findings.notes += notes
                     chosen = flags_chosen(parser, argv)
                     watchdog.begin_phase("images")
