@@ -20,7 +20,6 @@ from framework import Framework, PixelFramework
 from frameworks.hooks import attention_phases, growth
 from frameworks.hooks.first_shapes import FirstShapes
 from frameworks.hooks.pictures import Pictures
-from frameworks.optimizers import OPTIMIZERS, make_optimizer
 from frameworks.registry import CLASS_OF, MODELS, build_model, check_own_flags, own_flags
 from prmim import AGGREGATION, SAMPLING, SpatialAggregation
 from recipes import RECIPES
@@ -30,6 +29,7 @@ from util.data.datasets import AddressedDataset
 from util.data.images import note_on_small_images
 from util.data.open import open_everywhere
 from util.data.statistics import Statistics
+from util.lazy import LazyModule
 from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
 from util.run.start.flags import (
     add_data_flags,
@@ -44,6 +44,8 @@ from util.run.train.loader import BatchSource, TrainLoader, make_augmentation
 from util.run.train.training import BetweenSteps, Training
 from util.run.train.utilization import report_utilization
 from util.text import count_of, shorten
+
+timm_optim = LazyModule("timm.optim")
 
 PROGRAM = "main_pretrain.py"
 BLR = 1.5e-4  # of MAE, for a total batch of 4096 and 800 epochs
@@ -66,13 +68,7 @@ def get_args_parser() -> Parser:
 
     optimisation = parser.add_argument_group("optimisation")
     add_optimisation_flags(optimisation)
-    optimisation.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95), help="betas of the optimizer")
-    optimisation.add_argument(
-        "--optimizer",
-        default="adamw",
-        choices=OPTIMIZERS,
-        help="muon: for the matrices of transformer blocks, with AdamW for all else",
-    )
+    optimisation.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95), help="betas of AdamW")
 
     run = parser.add_argument_group("run")
     add_run_flags(run)
@@ -82,7 +78,7 @@ def get_args_parser() -> Parser:
         action=argparse.BooleanOptionalAction,
         default=False,
         help="launch a step as CUDA graphs, for hosts that are too slow for its kernels (on an H100 a ViT-S was 3 "
-        "times as fast); one GPU, AdamW, one shape of batches",
+        "times as fast); one GPU, one shape of batches",
     )
     run.add_argument(
         "--picture_every",
@@ -236,6 +232,14 @@ def unused_flags(args: argparse.Namespace) -> dict[str, str]:
     return unused
 
 
+def make_optimizer(model: Framework, args: argparse.Namespace, lr: float) -> torch.optim.Optimizer:
+    """Returns AdamW, without weight decay on biases, norms and what the model names."""
+    groups = timm_optim.param_groups_weight_decay(
+        model, args.weight_decay, no_weight_decay_list=model.no_weight_decay()
+    )
+    return torch.optim.AdamW(groups, lr=lr, betas=tuple(args.betas), fused=True)
+
+
 def summary_rows(args: argparse.Namespace, model: Framework, images: Any) -> dict[str, str]:
     """Returns what is printed about model and data at the start."""
     million = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
@@ -312,7 +316,6 @@ def check_capture(args: argparse.Namespace, plan: Plan, model: Framework) -> Non
         f"a GPU, and the device is {plan.device}": plan.device != "cuda",
         f"a single process, and there are {world_size}": world_size > 1,
         f"--precision bf16 or fp32, and it is {plan.precision}": plan.precision == "fp16",
-        f"--optimizer adamw, and it is {args.optimizer}": args.optimizer != "adamw",
         "one image size: leave out --grow_size": args.grow_size is not None,
         "a model that does not change: leave out --sampling attention": args.sampling == "attention",
         "a step without recomputation: leave out --recompute": args.recompute or args.recompute_pointwise,

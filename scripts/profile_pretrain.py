@@ -31,9 +31,8 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine_pretrain import train_one_epoch
-from frameworks.optimizers import make_optimizer
 from frameworks.registry import build_model
-from main_pretrain import get_args_parser
+from main_pretrain import get_args_parser, make_optimizer
 from recipes import RECIPES
 from util import costs
 from util.attention import CHOICES, prefer

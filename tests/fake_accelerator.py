@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
-from timm.optim import Muon
 from torch import library as operators
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -30,7 +29,6 @@ from downstream.probe.models import FrozenEncoder
 from downstream.segmentation import engine_segmentation
 from downstream.segmentation.models import UPerNet
 from engine_finetune import BatchAugmentation
-from frameworks.optimizers import split_matrices
 from models_vit import MICRO, VisionTransformer
 from tests.loops import CLASSIFIERS, a_driver, batches_of, make
 from util.data.transforms import Normalize
@@ -176,15 +174,12 @@ def training(name, is_faulty):
         model = Detector(3, channels=8, num_rois=16, pretrain_size=32, window_size=4, **SMALL)
         batches = detection_batches()
     else:
-        kind = "MaskedAutoencoderViT" if name == "Muon" else name
-        model = make(kind)
-        batches = list(batches_of(kind, model, 0, 4))
+        model = make(name)
+        batches = list(batches_of(name, model, 0, 4))
     if is_faulty:
         model.register_forward_hook(lambda module, args, losses: {n: x * x.item() for n, x in losses.items()})
     model.to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=True)
-    if name == "Muon":
-        optimizer = Muon(split_matrices([{"params": list(model.parameters())}], model))
     options = dict(accum_iter=2, clip_grad=1.0, print_freq=1000, augment=augmentation_of(name))
     driver = a_driver(model, optimizer, lambda step, lr_scale=1.0: 1e-2, "bf16", DEVICE, **options)
     if train is not None:

@@ -49,7 +49,7 @@ CASES = {
     "mae, plain": pretraining("mae_vit_micro_patch4", "--no-progressive --no-norm_pix_loss"),
     "mae, bf16, accumulated": pretraining("mae_vit_micro_patch4", "--precision bf16 --batch_size 4 --accum_iter 2"),
     "mae, recomputed, clipped": pretraining("mae_vit_micro_patch4", "--recompute --clip_grad 0.1 --drop_path 0.2"),
-    "mae, muon, workers": pretraining("mae_vit_micro_patch4", "--optimizer muon --num_workers 2"),
+    "mae, workers": pretraining("mae_vit_micro_patch4", "--num_workers 2"),
     "mae, transformer": pretraining("mae_vit_micro_patch4", "--aggregation transformer --sampling random"),
     "mae, two processes": pretraining("mae_vit_micro_patch4", "--batch_size 4", processes=2),
     "mae, kNN": Case(pretrain, "labelled", "--knn_every 1 --picture_every 1"),

@@ -1,12 +1,10 @@
 """The loop of pre-training: optimizer steps, accumulation, reports, and steps that are not finite."""
 
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from timm.optim import Lion, Muon
 from torch import nn
 from torch.testing import assert_close
 
@@ -305,51 +303,6 @@ def test_a_non_finite_step_is_skipped_and_the_rest_goes_on(name, what):
     assert state["step"] == 3
     assert state["exp_avg"].isfinite().all()
     assert all(0 < loss < 100 for loss in losses_of(engine))  # means over the finite steps
-
-
-def a_muon(parameters):
-    groups = []
-    for parameter in parameters:
-        groups.append({"params": [parameter], "use_fallback": parameter.ndim < 2})
-    return Muon(groups, lr=1e-3)
-
-
-OTHER_OPTIMIZERS = {
-    "SGD": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
-    "Adam": partial(torch.optim.Adam, lr=1e-3),
-    "Lion": partial(Lion, lr=1e-3),
-    "Muon": a_muon,
-}
-
-
-@pytest.mark.parametrize("bad_step", [0, 1])  # the first step makes the state
-@pytest.mark.parametrize("make", OTHER_OPTIMIZERS.values(), ids=OTHER_OPTIMIZERS)
-def test_any_optimizer_skips_as_if_the_step_had_not_been(make, bad_step):
-    def an_engine():
-        engine = a_loop()
-        engine.loop.optimizer = make(engine.model.parameters())
-        return engine
-
-    engine = an_engine()
-    spoil(engine, {bad_step})
-    engine.steps(range(4), stream(4))
-    expected = an_engine()
-    for step, batch in enumerate(stream(4)):
-        if step != bad_step:
-            expected.step(iter([batch]), step)
-    assert torch.equal(engine.weights(), expected.weights())
-    for name, parameter in engine.model.named_parameters():
-        state = engine.loop.optimizer.state[parameter]
-        undisturbed = expected.loop.optimizer.state[expected.model.get_parameter(name)]
-        assert_same_tensors(state, undisturbed)
-
-
-def assert_same_tensors(ours, theirs):
-    """Of the state of one parameter."""
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        if torch.is_tensor(value):
-            assert torch.equal(ours[name], value), name
 
 
 def test_skipped_steps_are_counted_and_poison_no_mean():

@@ -18,8 +18,7 @@ from torch.testing import assert_close
 import main_pretrain
 from encoders.window_groups import WindowGrouper
 from frameworks import models_greenmim_pr, registry
-from scripts.export import export
-from tests.runs import assert_same_state, finetune, finish, losses, pretrain, reports, reports_without_times, state
+from tests.runs import assert_same_state, finish, losses, pretrain, reports, reports_without_times, state
 from tests.warm import run_by_torchrun
 from util.data import open as open_data
 from util.data.images import FolderImages
@@ -62,60 +61,6 @@ def test_the_optimizer_spares_what_the_release_spares_from_weight_decay(model, s
         assert decay_of[parameters[name]] == 0, name
     for name in decayed:
         assert decay_of[parameters[name]] == args.weight_decay, name
-
-
-MATRICES = ("qkv.weight", "proj.weight", "fc1.weight", "fc2.weight")  # of a block
-
-
-@pytest.mark.parametrize("model", ["mae_vit_micro_patch4", "greenmim_swin_micro_patch4_window4"])
-def test_muon_orthogonalises_the_matrices_of_blocks_and_adamw_does_the_rest(model):
-    """One step: in the gradient's singular vectors its change is a multiple of the identity, for almost all of these.
-
-    AdamW's first step is the sign of the gradient.
-    """
-    flags = ["--model", model, "--optimizer", "muon", "--weight_decay", "0"]
-    _, args = main_pretrain.parse_args(flags)
-    torch.manual_seed(0)
-    model = registry.build_model(vars(args))
-    optimizer = main_pretrain.make_optimizer(model, args, 1e-3)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    num_matrices = 0
-    for name, parameter in model.named_parameters():
-        change = before[name] - parameter.detach()
-        if "blocks." in name and name.endswith(MATRICES):
-            num_matrices += 1
-            size = 0.2 * max(parameter.shape) ** 0.5  # so that its root mean square is that of AdamW's updates
-            left, _, right = torch.linalg.svd(parameter.grad, full_matrices=False)
-            turned = left.T @ change @ right.T / (1e-3 * size)
-            diagonal = turned.diagonal()
-            assert 0.9 < diagonal.median() < 1.1, name
-            assert -0.05 < diagonal.min() < diagonal.max() < 1.3, name
-            assert (turned - diagonal.diag()).abs().max() < 0.1, name
-        elif parameter.requires_grad:
-            expected = 1e-3 * parameter.grad / (parameter.grad.abs() + 1e-7)
-            assert_close(change, expected, rtol=1e-3, atol=1e-5)
-    assert num_matrices == 4 * len(wrap.blocks_of(model))
-
-
-def test_a_run_with_muon_resumes_exactly_and_its_encoder_is_told_from_others(photos, labelled, tmp_path, capsys):
-    flags = ("--optimizer", "muon", "--throw_ratio", 0)
-    whole = pretrain(photos, tmp_path / "whole", *flags)
-    pretrain(photos, tmp_path / "parts", *flags, "--max_steps", 4)
-    assert_same_state(pretrain(photos, tmp_path / "parts", *flags), whole)
-    message = pretrain.refused(capsys, photos, tmp_path / "parts", "--throw_ratio", 0, "--epochs", 3)
-    assert "--optimizer was muon and now is adamw" in message
-    export(tmp_path / "whole", tmp_path / "encoder.safetensors")
-    export(tmp_path / "encoder.safetensors", tmp_path / "folder")
-    for encoder in ("whole", "encoder.safetensors", "folder"):
-        out = tmp_path / f"tuned from {encoder}"
-        finetune(labelled, out, "--finetune", tmp_path / encoder, "--max_steps", 1)
-        assert (out / "log.txt").read_text().count("note: Muon has pre-trained the encoder") == 1
-    pretrain(photos, tmp_path / "more", *flags, "--pretrained", tmp_path / "whole")
-    assert "Muon" not in (tmp_path / "more" / "log.txt").read_text()
 
 
 def test_a_run_leaves_what_it_promises(photos, tmp_path, capsys):
@@ -546,7 +491,6 @@ def test_a_run_on_the_gpu(photos, tmp_path, precision):
     [
         ("", "a GPU, and the device is cpu"),
         ("--device cuda --precision fp16", "--precision bf16 or fp32, and it is fp16"),
-        ("--device cuda --optimizer muon", "--optimizer adamw, and it is muon"),
         ("--device cuda --grow_size 16:0.5 32", "one image size: leave out --grow_size"),
         ("--device cuda --sampling attention", "a model that does not change: leave out --sampling attention"),
         ("--device cuda --recompute", "a step without recomputation"),

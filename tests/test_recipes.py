@@ -335,7 +335,7 @@ FLAGS = """
     learned_pos_embed drop_path hflip vflip decoder_order teacher att_topk att_tau
     in_chans mean std nodata mask_band bands pretrained visible_source attention_start attention_every attention_crop
     batch_size accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed
-    warmup_lr lr_schedule lr_steps clip_grad betas optimizer
+    warmup_lr lr_schedule lr_steps clip_grad betas
     dataset data_path data_cache data_cache_gb image_column label_column loader crop_scale crop interpolation
     num_workers max_bad_fraction
     output_dir resume allow_changes device precision attention compile recompute recompute_pointwise

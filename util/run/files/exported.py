@@ -12,7 +12,7 @@ from util.lazy import LazyModule
 from util.run.files.record import INVALID_SETTINGS, CheckpointError, CheckpointInfo
 
 timm_data = LazyModule("timm.data")
-EXPORTED_SETTINGS = ("mean", "std", "input_size", "crop_pct", "optimizer", *INVALID_SETTINGS)
+EXPORTED_SETTINGS = ("mean", "std", "input_size", "crop_pct", *INVALID_SETTINGS)
 EXPORTED_FACTS = ("classes", "pixels", *EXPORTED_SETTINGS)
 
 

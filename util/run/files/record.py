@@ -44,17 +44,13 @@ class StartInfo:
 
 @dataclass(frozen=True)
 class EncoderSource:
-    """The checkpoint whose weights a run began with. step, epoch, epochs: how far its own training was, if known.
-
-    optimizer: the class that trained it, if known.
-    """
+    """The checkpoint whose weights a run began with. step, epoch, epochs: how far its own training was, if known."""
 
     path: str
     sha256: str
     step: int | None = None
     epoch: float | None = None
     epochs: float | None = None
-    optimizer: str | None = None
 
     def is_newer_save_of(self, other: "EncoderSource") -> bool:
         """Whether this is a later checkpoint of the run that has saved `other`."""
@@ -70,12 +66,6 @@ class EncoderSource:
             return []
         progress = f"it is at step {self.step}, epoch {self.epoch:.4g} of {self.epochs}"
         return [f"warning: the training of {self.path} is not finished: {progress}"]
-
-    def notes_on_optimizer(self, optimizer: str) -> list[str]:
-        """Returns a note if Muon trained the weights, and AdamW goes on. optimizer: the class that trains them now."""
-        if (self.optimizer, optimizer) != ("Muon", "AdamW"):
-            return []
-        return ["note: Muon has pre-trained the encoder; AdamW, which goes on here, may lose some accuracy"]
 
 
 @dataclass(frozen=True)

@@ -221,15 +221,8 @@ def identify_encoder(path: Path, info: CheckpointInfo) -> EncoderSource:
     named = path.parent.resolve() / path.name  # the file itself may be a link to a name that tells nothing
     sha256 = search.recorded_sha256(path)
     if info.run is None:
-        return EncoderSource(str(named), sha256, optimizer=info.settings.get("optimizer"))
-    return EncoderSource(
-        str(named),
-        sha256,
-        step=info.run.step,
-        epoch=info.run.epoch,
-        epochs=info.settings["epochs"],
-        optimizer=info.run.optimizer,
-    )
+        return EncoderSource(str(named), sha256)
+    return EncoderSource(str(named), sha256, info.run.step, info.run.epoch, info.settings["epochs"])
 
 
 def choose_encoder(

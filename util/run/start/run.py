@@ -232,8 +232,6 @@ class Run:
         if self.resumed is not None:
             with collected():
                 state = self._restore(self.resumed, info, model, optimizer)
-        elif self.encoder is not None:
-            self.note(*self.encoder.notes_on_optimizer(type(optimizer).__name__))
         if is_checking():
             space = measure_space(self.start, schedule, self.first_step, num_bytes)
             step = self.first_step

@@ -2,10 +2,9 @@
 
 There is no host-device sync except at reports: losses and gradient norms add up on the device, and the device
 decides whether a step is finite. If the loss or the norm of the gradient is not finite, the weights stay as they were.
-Fused AdamW skips the step by itself (torch made this for GradScaler), and so does LARS; the step of others is undone
-(`skipping`). All ranks skip alike: a loss that is not finite makes its gradient NaN, DDP has averaged the gradients
-before. Ranks exchange one flag in each step, and all that a report
-needs in one all-reduce.
+Fused AdamW skips the step by itself (torch made this for GradScaler), and so does LARS. All ranks skip alike: a loss
+that is not finite makes its gradient NaN, and DDP has averaged the gradients before. Ranks exchange one flag in each
+step, and all that a report needs in one all-reduce.
 """
 
 import math
@@ -25,7 +24,6 @@ from util.data.transforms import Normalize
 from util.run.processes.distributed import DeviceCopies, Precision, memory_scalars
 from util.run.processes.supervise import BACKWARD, BETWEEN, DATA, DEVICE, FORWARD, Stopped, StopSignal, Watchdog
 from util.run.train.logging import RunLog
-from util.run.train.skipping import step_if
 from util.run.train.step_graphs import StepGraphs
 from util.text import duration, rate
 
@@ -333,11 +331,9 @@ class TrainLoop:
         if scaler.is_enabled():  # it has checked every gradient
             scaler.step(self.optimizer)
             scaler.update()
-        elif getattr(self.optimizer, "_step_supports_amp_scaling", False):  # fused AdamW and LARS skip by themselves
-            self.optimizer.found_inf = (~grad_norm.isfinite()).float()
-            self.optimizer.step()
         else:
-            step_if(grad_norm.isfinite(), self.optimizer)
+            self.optimizer.found_inf = (~grad_norm.isfinite()).float()  # fused AdamW and LARS then skip
+            self.optimizer.step()
         return grad_norm, num_asked
 
     def end_step(self, grad_norm: torch.Tensor) -> None:
