@@ -40,11 +40,3 @@ def train_one_epoch(model: nn.Module, batches: Iterator[Batch], steps: range, lo
         loop.end_step(grad_norm)  # logs every `print_freq` steps
         if loop.should_stop():  # all ranks have agreed
             return
-
-
-def compile_shapes(model: nn.Module, batch: Batch, loop: "TrainLoop") -> None:
-    """Runs forward and backward on a batch, so that its shapes are compiled and fit. Weights stay as they are."""
-    model.train()
-    last = loop.accum_iter - 1  # whose backward pass reduces the gradients
-    forward_backward(model, loop.next_batch(iter([batch]), 0), last, loop)
-    loop.optimizer.zero_grad(set_to_none=True)

@@ -453,7 +453,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         evaluator = make_evaluator(training, model, val_images)
         augment_batch = make_batch_augmentation(args, len(classes), run.process.device)
         train_steps = partial(train_one_epoch, augment=augment_batch)
-        return training.train(train_steps, loader, [evaluator], lambda: evaluator.summary(args.model))
+        return training.train(train_steps, loader.open, [evaluator], lambda: evaluator.summary(args.model))
 
 
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, float]:

@@ -15,10 +15,9 @@ import torch
 
 import monitor
 from encoders.load import load_encoder
-from engine_pretrain import compile_shapes, train_one_epoch
+from engine_pretrain import train_one_epoch
 from framework import Framework, PixelFramework
-from frameworks.hooks import attention_phases, growth
-from frameworks.hooks.first_shapes import FirstShapes
+from frameworks.hooks import attention_phases
 from frameworks.hooks.pictures import Pictures
 from frameworks.registry import CLASS_OF, MODELS, build_model, check_own_flags, own_flags
 from prmim import AGGREGATION, SAMPLING, SpatialAggregation
@@ -40,7 +39,7 @@ from util.run.start.flags import (
 )
 from util.run.start.plan import Plan, schedule_by_epochs
 from util.run.start.run import Run, RunFacts
-from util.run.train.loader import BatchSource, TrainLoader, make_augmentation
+from util.run.train.loader import TrainLoader, make_augmentation
 from util.run.train.training import BetweenSteps, Training
 from util.run.train.utilization import report_utilization
 from util.text import count_of, shorten
@@ -106,7 +105,6 @@ def add_method_flags(group: FlagGroup) -> None:
         nargs="+",
         help="image side in pixels, or height and width (default: the model's)",
     )
-    growth.add_flag(group)
     method("--patch_size", everyday=True, type=int, help="patch side in pixels (default: the model's)")
     method(
         "--drop_path",
@@ -316,7 +314,6 @@ def check_capture(args: argparse.Namespace, plan: Plan, model: Framework) -> Non
         f"a GPU, and the device is {plan.device}": plan.device != "cuda",
         f"a single process, and there are {world_size}": world_size > 1,
         f"--precision bf16 or fp32, and it is {plan.precision}": plan.precision == "fp16",
-        "one image size: leave out --grow_size": args.grow_size is not None,
         "a model that does not change: leave out --sampling attention": args.sampling == "attention",
         "a step without recomputation: leave out --recompute": args.recompute or args.recompute_pointwise,
     }
@@ -351,7 +348,6 @@ def main(argv: Sequence[str] | None = None) -> bool:
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_model(vars(args)).to(run.process.device)
         model.use_statistics(*statistics)
-        growth.check_growth(args, model)
         for file in model.named_files().values():
             run.note(file.origin)
         run.note(*note_on_small_images(images, model.img_size))
@@ -369,25 +365,17 @@ def main(argv: Sequence[str] | None = None) -> bool:
         facts = describe_model(model, statistics)
         training = Training.begin(run, model, optimizer, dataset, schedule, facts, captures_steps=args.cuda_graph)
         training.announce(summary_rows(args, model, images))
-        # An image costs the same in all steps, unless images grow, or attention maps change the token counts.
-        if not args.grow_size and args.sampling != "attention":
+        if args.sampling != "attention":  # whose maps change the token counts
             report_utilization(training.loop, partial(forward_gmac, vars(args), build_model))
 
         between: list[BetweenSteps] = [Pictures(training, model, images)]
         between.append(monitor.Monitor(training, model, images, val_images))
-        source: BatchSource = loader
-        growing: growth.GrowingSize | None = None
+        open_batches: Callable[[range], Any] = loader.open
         if args.sampling == "attention":
             phases = attention_phases.AttentionPhases(training, model, loader)
             between.append(phases)
-            source = phases.batches
-        elif args.grow_size:
-            growing = growth.GrowingSize(training, model, loader, partial(make_augmentation, args))
-            growing.check_space()
-            between.append(growing)
-            source = growing.batches
-        shapes = FirstShapes(training, model, compile_shapes, growing)
-        return training.train(train_one_epoch, source, [shapes, *between], lambda: summary_of_run(args, training))
+            open_batches = phases.open
+        return training.train(train_one_epoch, open_batches, between, lambda: summary_of_run(args, training))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from framework import DECODER_FLAGS, TOKEN_FLAGS, Flag, PixelFramework, decoder_heads, rename_prefixes
-from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, TINY, ViTEncoder, check_divisible
+from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, TINY, ViTEncoder
 from prmim import ProgressiveDecoder, TokenOrder
 
 __all__ = [
@@ -74,17 +74,6 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
 
     def add_layers(self) -> None:
         """Adds the layers that a subclass has in addition. The aggregation, which must come last, follows."""
-
-    def set_image_size(self, img_size: tuple[int, int]) -> None:
-        """Takes images of another (height, width) from now on, with the same shares of tokens.
-
-        Positions are interpolated from the tables, which keep their size. ValueError if patches do not divide it.
-        """
-        check_divisible(*img_size, self.patch_size)
-        self.img_size = img_size
-        self.grid_size = (img_size[0] // self.patch_size, img_size[1] // self.patch_size)
-        self.decoder.grid_size = self.grid_size
-        self.counts = self.count_tokens()
 
     def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""

@@ -162,8 +162,6 @@ class Monitor:
         loop = self.training.loop
         begin = time.perf_counter()
         scalars: dict[str, Any] = {"epoch": (loop.step - 1) // loop.steps_per_epoch}  # -1: before the first one
-        if self.training.args.grow_size:
-            scalars["image_side"] = self.model.img_size[0]
         bank = self.extract(self.images, self.bank)
         moments = {name: moments_of_all(x) for name, x in bank.values.items()}
         # Features whose squares overflow in float32 have no cosine similarity.
@@ -222,14 +220,7 @@ def describe(scalars: Mapping[str, Any]) -> str:
     text = f"RankMe {scalars['rankme']:.1f}, centred {scalars['rankme_centred']:.1f}"
     if "knn_top1" in scalars:
         text = f"{describe_accuracies(scalars)}; {text}"
-    return text + described_side(scalars)
-
-
-def described_side(scalars: Mapping[str, Any]) -> str:
-    """Returns the image size of an evaluation, if images grow: accuracies of two sizes differ by themselves."""
-    if "image_side" not in scalars:
-        return ""
-    return f"; images of {scalars['image_side']} px"
+    return text
 
 
 def describe_accuracies(scalars: Mapping[str, float]) -> str:
@@ -250,7 +241,6 @@ def summary_lines(history: Sequence[Mapping[str, Any]]) -> list[str]:
         when = "before training"
         if report["step"]:
             when = f"after epoch {report['epoch']}"
-        when += described_side(report)
         if "knn_top1" in report:
             lines.append(f"  kNN          top-1 {report['knn_top1']:.2f} %, RankMe {report['rankme']:.1f} {when}")
         else:

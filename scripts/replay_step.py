@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from framework import Framework
-from frameworks.hooks.growth import stage_of
 from frameworks.registry import build_model, check_pretrained
 from prmim import MaskCollator
 from util import attention
@@ -216,9 +215,6 @@ def make_replay(found: Checkpoint, data_path: str | None, device: torch.device) 
     model.use_statistics(settings["mean"], settings["std"])
     model.load_state_dict(found.weights)
     choose_attention(model, settings["attention"], settings["precision"], device, print)
-    if settings["grow_size"]:
-        side = stage_of(settings["grow_size"], settings["epochs"], info.run.epoch).side
-        model.set_image_size((side, side))
     dataset = AddressedDataset(images, make_augmentation(args, model.img_size), replace=args.max_bad_fraction > 0)
     collator = model.collator(settings["sampling"], settings["seed"])
     scaler = found.training.get("scaler", {})

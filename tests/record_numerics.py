@@ -63,7 +63,6 @@ CASES = {
         "amt_vit_micro_patch4", "--sampling attention --attention_start 0 --attention_every 1 --throw_ratio 0.25"
     ),
     "tec": pretraining("tec_vit_micro_patch4", "--teacher {first}"),
-    "growing images": pretraining("mae_vit_micro_patch4", "--grow_size 16:0.5 32 --throw_ratio 0.25"),
     "pre-trained further": pretraining("mae_vit_micro_patch4", "--pretrained {first}"),
     "fine-tuned": Case(finetune, "labelled", "--aa rand-m9-mstd0.5-inc1 --mixup 0.8 --cutmix 1 --reprob 0.25"),
     "fine-tuned, plain": Case(finetune, "labelled", f"--finetune {{first}} {' '.join(PLAIN)}"),

@@ -330,7 +330,7 @@ def test_a_recipe_of_a_flag_that_does_not_exist_is_refused(capsys):
 
 FLAGS = """
     recipe
-    model input_size grow_size patch_size mask_ratio throw_ratio progressive sampling aggregation kernel_size applies_to
+    model input_size patch_size mask_ratio throw_ratio progressive sampling aggregation kernel_size applies_to
     norm_pix_loss decoder_depth decoder_embed_dim decoder_num_heads mask_unit num_cls_tokens
     learned_pos_embed drop_path hflip vflip decoder_order teacher att_topk att_tau
     in_chans mean std nodata mask_band bands pretrained visible_source attention_start attention_every attention_crop

@@ -11,6 +11,7 @@ import shutil
 import time
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from util.data.loader import Loader
 from util.data.transforms import Squash
 from util.run.cli import FlagGroup
 from util.run.processes.supervise import DATA, FORWARD
-from util.run.train.loader import PhasedBatches, TrainLoader
+from util.run.train.loader import TrainLoader
 from util.run.train.loop import TrainLoop
 from util.run.train.training import Training
 from util.text import count_of
@@ -161,6 +162,8 @@ def gather_on_rank0(tensor: torch.Tensor) -> torch.Tensor:
 class AttentionPhases:
     """Opens the batches of each phase of a run that samples by attention, after it has made the phase's maps.
 
+    It is also the iterator over these batches.
+
     When a run is resumed inside a phase, it uses the maps beside the checkpoint that it resumes from. If that is in
     another folder, they are copied into the output folder first. ValueError if they belong to another run. At the first
     step of a phase the maps are always made, so a file that an earlier run has left there is never used.
@@ -169,7 +172,8 @@ class AttentionPhases:
     training: Training
     model: Framework
     loader: TrainLoader  # whose data set gives the boxes of its crops
-    batches: PhasedBatches = field(default_factory=PhasedBatches)
+    batches: Loader | None = field(init=False, default=None)  # of the open phase
+    open_until: int = field(init=False, default=0)  # the step after the last one of the open phase
     resumed_maps: AttentionMaps | None = field(init=False, default=None)  # of the phase in which the run is resumed
 
     def __post_init__(self) -> None:
@@ -181,10 +185,23 @@ class AttentionPhases:
         if refresh is not None and loop.step > (refresh + 1) * loop.steps_per_epoch:
             self.resumed_maps = self.find_maps(refresh)
 
+    def open(self, steps: range) -> "AttentionPhases":
+        """Returns itself: `perform` opens the batches of each phase."""
+        return self
+
+    def __next__(self) -> Any:
+        assert self.batches is not None
+        return next(self.batches)
+
+    def close(self) -> None:
+        """Ends the workers of the open phase."""
+        if self.batches is not None:
+            self.batches.close()
+
     def is_due(self) -> bool:
         """Whether the next step belongs to a phase that is not open."""
         loop = self.training.loop
-        return self.batches.open_until <= loop.step < loop.last_step
+        return self.open_until <= loop.step < loop.last_step
 
     def is_done(self) -> bool:
         """Never: each start opens its own batches."""
@@ -194,7 +211,7 @@ class AttentionPhases:
         """Opens the batches of the phase that begins now, after it has made its maps."""
         args = self.training.args
         loop = self.training.loop
-        self.batches.close()
+        self.close()
         refresh = self.refresh_before(loop.step)
         maps = self.resumed_maps
         self.resumed_maps = None
@@ -207,8 +224,9 @@ class AttentionPhases:
 
         epoch = loop.step // loop.steps_per_epoch
         last_epoch = self.last_epoch_of_phase(epoch)
-        end = (last_epoch + 1) * loop.steps_per_epoch
-        self.batches.begin(replace(self.loader, collate=collator), loop.step, end, loop.last_step)
+        self.open_until = (last_epoch + 1) * loop.steps_per_epoch
+        steps = range(loop.step, min(self.open_until, loop.last_step))
+        self.batches = replace(self.loader, collate=collator).open(steps)
         loop.num_reports = 0  # the next report includes the start of the workers, as a run's first one does
 
         epochs = f"epoch {epoch}"

@@ -35,7 +35,6 @@ VARIANTS = {
     "plain": (),
     "bf16": ("--precision", "bf16"),
     "accumulated": ("--batch_size", 4, "--accum_iter", 2),
-    "growing": ("--grow_size", "16:0.75", "32", "--epochs", 4, "--max_steps", 4),
     "invalid pixels": ("--nodata", 0),
 }
 

@@ -1,6 +1,5 @@
 """The data set `dataset[(epoch, index)]`, and the sampler of its addresses."""
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -39,12 +38,6 @@ class AddressedDataset(torch.utils.data.Dataset):
         self.bad: torch.Tensor | None = None
         if replace:
             self.bad = torch.zeros(len(images), dtype=torch.uint8).share_memory_()
-
-    def seen_by(self, transform: Any) -> "AddressedDataset":
-        """Returns the same images, seen by another transform. Both share what is known about bad images."""
-        other = copy.copy(self)
-        other.transform = transform
-        return other
 
     def __len__(self) -> int:
         return len(self.images)

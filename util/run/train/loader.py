@@ -1,63 +1,15 @@
 """The training batches of a run: which images each step has, in which order, how they are cropped and collated."""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from util.data.datasets import AddressedDataset, StepBatchSampler, steps_per_epoch
 from util.data.loader import Loader
 from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip, with_vflip
 from util.run.processes.distributed import Process
 from util.run.start.plan import Plan
-
-
-class Batches(Iterator[Any], Protocol):
-    """The batches of some steps, one after another. Workers start with the first one."""
-
-    def close(self) -> None:
-        """Ends the workers."""
-        ...
-
-
-class BatchSource(Protocol):
-    """Where a training takes its batches from."""
-
-    def open(self, steps: range) -> Batches:
-        """Returns this process's batches of these steps, with all micro-batches."""
-        ...
-
-
-class PhasedBatches:
-    """The batches of a run whose loader changes between two steps. It is the run's `BatchSource`, and its `Batches`.
-
-    Workers prepare batches ahead, so each phase opens a loader of its own: see `begin`.
-    """
-
-    def __init__(self) -> None:
-        self.batches: Batches | None = None  # of the open phase
-        self.open_until = 0  # the step after the last one of the open phase
-
-    def open(self, steps: range) -> "PhasedBatches":
-        """Returns itself: the batches of each phase follow from `begin`."""
-        return self
-
-    def __iter__(self) -> "PhasedBatches":
-        return self
-
-    def __next__(self) -> Any:
-        assert self.batches is not None
-        return next(self.batches)
-
-    def close(self) -> None:
-        """Ends the workers of the open phase."""
-        if self.batches is not None:
-            self.batches.close()
-
-    def begin(self, loader: BatchSource, step: int, end: int, last_step: int) -> None:
-        """Opens the phase of the steps from `step` to `end`, of which this start makes those before `last_step`."""
-        self.open_until = end
-        self.batches = loader.open(range(step, min(end, last_step)))
 
 
 @dataclass(frozen=True)

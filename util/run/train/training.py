@@ -29,7 +29,6 @@ from util.run.processes.supervise import BETWEEN, Stopped, StopSignal
 from util.run.start.plan import RunSchedule
 from util.run.start.run import Run, RunFacts
 from util.run.train.ending import end_after_signal, finish_run, refuse_training_error
-from util.run.train.loader import Batches, BatchSource
 from util.run.train.logging import RunLog
 from util.run.train.loop import TrainLoop
 from util.run.train.profile import Profile
@@ -191,17 +190,18 @@ class Training:
     def train(
         self,
         train_steps: TrainSteps,
-        source: BatchSource,
+        open_batches: Callable[[range], Any],
         between: Sequence[BetweenSteps] = (),
         summary: Callable[[], Sequence[str]] = tuple,
     ) -> bool:
         """Trains to the last step. Returns False if a signal stopped the run before.
 
+        open_batches: returns this process's batches of the steps of this start, an iterator that `close` ends.
         train_steps: `train_steps(wrapped model, batches, steps, loop)` makes these steps; it returns earlier if
         `loop.should_stop()`. summary: returns the first lines of what is printed at the end.
         """
         loop = self.loop
-        with closing(source.open(range(loop.step, loop.last_step))) as batches:
+        with closing(open_batches(range(loop.step, loop.last_step))) as batches:
             self.run.set_up.end()
             gc.freeze()  # garbage collection skips what exists now: of many ranks, some rank would always be in it
             try:
@@ -216,7 +216,7 @@ class Training:
     def _train(
         self,
         train_steps: TrainSteps,
-        batches: Batches,
+        batches: Iterator[Any],
         between: Sequence[BetweenSteps],
         summary: Callable[[], Sequence[str]],
     ) -> bool:
