@@ -35,7 +35,6 @@ from util.evaluate.evaluator import Evaluator
 from util.evaluate.loop import EvalContext
 from util.evaluate.results import Evaluation
 from util.evaluate.session import Session, session_of_eval
-from util.findings import collect_all
 from util.lars import LARS
 from util.lazy import LazyModule
 from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, prepare_file, run_program
@@ -388,10 +387,8 @@ def describe_model(
 
 def open_data(args: argparse.Namespace) -> tuple[Any, Any]:
     """Opens train/ and val/. ValueError unless both have the same classes, --nb_classes of them."""
-    images, val_images = collect_all(
-        lambda: open_everywhere(args, "train", labelled=True, max_bad_fraction=args.max_bad_fraction),
-        lambda: open_everywhere(args, "val", labelled=True),
-    )
+    images = open_everywhere(args, "train", labelled=True, max_bad_fraction=args.max_bad_fraction)
+    val_images = open_everywhere(args, "val", labelled=True)
     match_splits(images, val_images)
     number = len(images.classes)
     if args.nb_classes not in (None, number):

@@ -8,9 +8,7 @@ from typing import Any, TypeVar
 import models_vit
 from util import collectives
 from util.data.invalid_pixels import InvalidPixels
-from util.data.survey import check_images
 from util.data.transforms import Size
-from util.findings import note_opened
 from util.run.cli import FlagGroup, Parser, describe_warmup
 from util.run.files.record import INVALID_SETTINGS, without_marks
 from util.run.start.flags import (
@@ -262,8 +260,7 @@ def open_everywhere(open_split: Callable[[], Images], split: str, max_bad_fracti
     def open_and_check() -> Any:
         images: Any = open_split()
         rank, world_size = collectives.rank_and_world_size()
-        note_opened(split, images)
-        check_images(images, lambda: images.check(max_bad_fraction, is_val, rank, world_size))
+        images.check(max_bad_fraction, is_val, rank, world_size)
         return images
 
     images = collectives.run_everywhere(open_and_check)

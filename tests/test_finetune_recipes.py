@@ -123,7 +123,7 @@ FLAGS = """
     eval_every crop_pct in_chans mean std nodata mask_band bands all_valid eval_split
     output_dir resume allow_changes device precision attention compile recompute recompute_pointwise
     dist_timeout max_steps save_every save_minutes save_steps print_freq profile
-    check_data check_json
+    check_data
 """
 
 

@@ -4,6 +4,7 @@ import difflib
 import os
 import pwd
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -32,6 +33,12 @@ def shorten(names: Sequence[str], most: int = 3) -> str:
     if len(names) > most:
         text += ", ..."
     return text
+
+
+def list_shares(counts: Counter[str], most: int = 20) -> str:
+    """Returns the number of each name and its share of all, the most frequent ones first."""
+    total = max(1, counts.total())
+    return shorten([f"{name} {number} ({number / total:.1%})" for name, number in counts.most_common()], most)
 
 
 def close_to(name: str, known: Iterable[str]) -> str:

@@ -25,8 +25,7 @@ from util.data.folders import count_images, note_unread
 from util.data.images import ImageError, ImageFiles, evenly_spaced
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels, resize_valid
 from util.data.transforms import Size, mirror, resize
-from util.findings import Part
-from util.text import count_of, shorten
+from util.text import count_of, list_shares, shorten
 
 Batch = Sequence[Any]  # of `PadAndStack`
 
@@ -111,25 +110,20 @@ class CocoImages(ImageFiles):
         self.ends = np.cumsum([len(text) for text in encoded])
         self.bytes = np.frombuffer(b"".join(encoded), np.uint8)
 
-    def survey_targets(self) -> Part:
-        """Returns how many objects of each category there are, and how many images have none."""
-        numbers = Counter(annotation.label for i in range(len(self)) for annotation in self.annotations(i))
-        counts = {name: numbers[label] for label, (_, name) in enumerate(self.categories, 1)}
-        num_empty = sum(not self.annotations(i) for i in range(len(self)))
-        listed = [f"{name} {number}" for name, number in counts.items()]
-        content = {
-            "objects": self.num_objects,
-            "masks": self.num_masks,
-            "categories": counts,
-            "images_without_objects": num_empty,
-        }
-        lines = [
-            f"objects      {self.num_objects}, {self.num_masks} of them with a segmentation, in {self.json_path}",
-            f"categories   {len(counts)}: {shorten(listed, 100)}",
+    def describe_targets(self) -> list[str]:
+        """Returns the shares of the categories, and the median of the boxes' shorter sides."""
+        counts = Counter({name: 0 for _, name in self.categories})
+        sides = []
+        for i in range(len(self)):
+            for annotation in self.annotations(i):
+                counts[self.categories[annotation.label - 1][1]] += 1
+                if annotation.box is not None:
+                    left, top, right, bottom = annotation.box
+                    sides.append(min(right - left, bottom - top))
+        return [
+            f"{count_of(self.num_objects, 'object')}, {self.num_masks} with a mask: {list_shares(counts)}",
+            f"shorter sides of the boxes: {np.median(sides):.1f} px in the median",
         ]
-        if num_empty:
-            lines.append(f"             {count_of(num_empty, 'image')} without objects")
-        return Part(content, lines)
 
     def check(self, max_bad_fraction: float = 0.0, all_sizes: bool = False, rank: int = 0, world_size: int = 1) -> None:
         """Looks for all images in their folders, compares sizes with those in the JSON file, and formats.

@@ -33,7 +33,7 @@ from util.data.images import check_splits
 from util.data.statistics import normalizer
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
-from util.findings import collect_all, collected
+from util.lazy import LazyModule
 from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
 from util.run.start.plan import Plan, check_same
 from util.run.start.run import Run, RunFacts
@@ -41,6 +41,8 @@ from util.run.train.loader import TrainLoader
 from util.run.train.training import Training
 from util.text import count_of, shorten
 from util.urls import local_path
+
+survey = LazyModule("util.data.survey")  # of --check_data
 
 PROGRAM = "main_detection.py"
 PICTURE = "detections.png"
@@ -171,7 +173,10 @@ def open_split(args: argparse.Namespace, split: str, settings: Mapping[str, Any]
         in_chans=settings["in_chans"],
         invalid=common.marks_of_invalid(settings),
     )
-    return common.open_everywhere(open_images, split)
+    images = common.open_everywhere(open_images, split)
+    if args.check_data:
+        survey.report_split(split, images)
+    return images
 
 
 def check_categories(categories: Sequence[Sequence[Any]], images: CocoImages, owner: str) -> None:
@@ -241,10 +246,10 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         with session_of_eval(parser, args, given, "this program") as session:
             return evaluate_only(args, given, session)
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune") as run:
-        images, val_images = collect_all(lambda: open_split(args, "train"), lambda: open_split(args, "val"))
-        with collected():
-            check_categories(images.categories, val_images, str(images.json_path))
-            check_splits(images, val_images)
+        images = open_split(args, "train")
+        val_images = open_split(args, "val")
+        check_categories(images.categories, val_images, str(images.json_path))
+        check_splits(images, val_images)
         masks = choose_masks(args.masks, images)
         val_masks = masks and choose_masks(None, val_images)
         chosen: dict[str, Any] = {"masks": masks, "categories": [list(category) for category in images.categories]}

@@ -10,7 +10,7 @@ type, whose last channel is the label map. IGNORE marks pixels without a class.
 
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,13 +27,10 @@ from util.data.decode import has_16_bits, open_image
 from util.data.folders import count_images, count_unread, is_hidden, is_image, note_unread, spelling, split_of
 from util.data.images import ImageError, ImageFiles, evenly_spaced, retry_io
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels, invalid_everywhere, resize_valid
-from util.data.survey import by_reason
 from util.data.transforms import TRIES, Size, mirror
-from util.findings import Part
 from util.text import count_of, shorten
 
 IGNORE = 255
-NUM_SURVEYED = 1000  # label files of each split that a check of the data counts
 NUM_CHECKED = 100  # pairs of each split that are read as a whole before training
 NO_CLASS = "no labelled pixel in the {} split: check its label files, --ignore_index and --reduce_zero_label"
 
@@ -119,24 +116,16 @@ class LabelCounts:
             return "no class"
         return f"class {label}"
 
-    def survey(self, problems: Mapping[str, str]) -> Part:
-        """Returns the shares of all values. problems: with files that are not counted, by their paths."""
-        part = Part({"label_files": self.num_files, "unreadable_labels": [*problems.values()], "label_values": {}})
-        shares = []
-        for value in np.flatnonzero(self.num_pixels).tolist():
-            share = self.num_pixels[value] / self.num_pixels.sum()
-            part.content["label_values"][str(value)] = {"meaning": self.meaning_of(value), "share": share}
-            shares.append(f"{value} ({self.meaning_of(value)}) {self.percent(value)}")
-        part.lines.append(f"labels       in {count_of(self.num_files, 'file')}: {shorten(shares, 50)}")
-        values = range(self.values.first, self.values.last + 1)
-        absent = [str(value) for value in values if not self.num_pixels[value]]
-        part.content["absent_values"] = absent
+    def describe(self) -> str:
+        """Returns the shares of all values, and which classes have no pixel."""
+        values = np.flatnonzero(self.num_pixels).tolist()
+        shares = [f"{value} ({self.meaning_of(value)}) {self.percent(value)}" for value in values]
+        text = f"labels of {count_of(self.num_files, 'file')}: {shorten(shares, 50)}"
+        classes = range(self.values.first, self.values.last + 1)
+        absent = [str(value) for value in classes if not self.num_pixels[value]]
         if absent:
-            part.lines.append(f"             no pixel has the values {shorten(absent, 20)}, which are classes")
-        if problems:
-            number = count_of(len(problems), "label file")
-            part.lines.append(f"             {number} cannot be read: {by_reason(problems)}")
-        return part
+            text += f"; no pixel has the values {shorten(absent, 20)}, which are classes"
+        return text
 
     def refuse_one_class(self, split: str) -> None:
         """ImageError if a single class was found although there should be more. split: for the message."""
@@ -207,21 +196,8 @@ class SegmentationImages(ImageFiles):
         """Returns the path of the label file of image i."""
         return os.path.join(self.label_root, os.fsdecode(bytes(self.label_names[i])))
 
-    def files_read(self) -> dict[str, set[bytes]]:
-        return {**super().files_read(), str(self.label_root): set(self.label_names.tolist())}
-
-    def survey_targets(self) -> Part:
-        """Returns the shares of the values in up to NUM_SURVEYED label files, and the classes without a pixel."""
-        num_pixels = np.zeros(256, np.int64)
-        problems: dict[str, str] = {}
-        indices = evenly_spaced(len(self), NUM_SURVEYED).tolist()
-        for i in indices:
-            try:
-                num_pixels += np.bincount(read_values(self.label_path(i)).ravel(), minlength=256)
-            except (ImageError, OSError) as error:
-                problems[self.label_path(i)] = str(error)
-        counts = LabelCounts(self.values, len(indices) - len(problems), num_pixels)
-        return counts.survey(problems)
+    def describe_targets(self) -> list[str]:
+        return [self.label_counts.describe()]
 
     def check(
         self,

@@ -46,7 +46,6 @@ from util.data.images import ImageError, check_splits
 from util.data.statistics import normalizer
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
-from util.findings import collect_all, collected
 from util.lazy import LazyModule
 from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
 from util.run.files.record import INVALID_SETTINGS
@@ -58,6 +57,7 @@ from util.text import count_of
 from util.urls import local_path
 
 timm_optim = LazyModule("timm.optim")
+survey = LazyModule("util.data.survey")  # of --check_data
 
 PROGRAM = "main_segmentation.py"
 PICTURE = "predictions.png"
@@ -217,14 +217,13 @@ def open_split(args: argparse.Namespace, split: str) -> SegmentationImages:
     counts = LabelCounts(values, 0, np.zeros(256, np.int64))
     for counts_of_rank in collectives.gather_objects(images.label_counts):
         counts = counts.plus(counts_of_rank)
-    if counts.num_files == 0:  # in a check, after an error of the files
-        return images
-    with collected():
-        if counts.num_classes_found == 0:
-            raise ImageError(NO_CLASS.format(split))
-        if not args.allow_one_class:
-            counts.refuse_one_class(split)
+    if counts.num_classes_found == 0:
+        raise ImageError(NO_CLASS.format(split))
+    if not args.allow_one_class:
+        counts.refuse_one_class(split)
     images.notes.append(f"{split} {counts}")
+    if args.check_data:
+        survey.report_split(split, images)
     return images
 
 
@@ -266,9 +265,9 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune") as run:
         process = run.process
         classes = read_classes(args.class_names, args.num_classes)
-        images, val_images = collect_all(lambda: open_split(args, "train"), lambda: open_split(args, "val"))
-        with collected():
-            check_splits(images, val_images)
+        images = open_split(args, "train")
+        val_images = open_split(args, "val")
+        check_splits(images, val_images)
         run.note(*val_images.notes)
         statistics = run.pixel_statistics(images)
 

@@ -25,7 +25,6 @@ from util.data.decode import PILLOW_ERRORS, has_16_bits, open_image
 from util.data.folders import MissingSplit, find_samples, spelling
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels
 from util.data.pixel_format import RGB8, FormatError, Header, PixelFormat, read_header, read_pixels
-from util.findings import Part, collected
 from util.lazy import LazyModule
 from util.text import count_of, describe_owner, shorten
 
@@ -122,13 +121,9 @@ class Images:
     def check(self, max_bad_fraction: float = 0.0) -> None:
         """Looks at the files before training. ImageError if more than that share of images is bad."""
 
-    def files_read(self) -> dict[str, set[bytes]]:
-        """Returns {folder: names of its files that are read}, of files of their own."""
-        return {}
-
-    def survey_targets(self) -> Part:
-        """Returns what a check of the data reports on label maps or objects."""
-        return Part()
+    def describe_targets(self) -> list[str]:
+        """Returns what --check_data prints about label maps or objects."""
+        return []
 
     def use_classes(self, classes: Sequence[str], whose: str) -> None:
         """Numbers the labels as in `classes`, which may have more classes than these images. They are noted.
@@ -414,9 +409,6 @@ class ImageFiles(EncodedImages):
     def path(self, i: int) -> str:
         return os.path.join(self.root, os.fsdecode(bytes(self.names[i])))
 
-    def files_read(self) -> dict[str, set[bytes]]:
-        return {str(self.root): set(self.names.tolist())}
-
     def source(self, i: int) -> str:
         return self.path(i)  # Pillow then reads no more than the header
 
@@ -545,9 +537,8 @@ def has_one_label(images: Any) -> bool:
 
 def match_splits(images: Images, val_images: Images) -> None:
     """Numbers the classes of validation images as those of the training images. Errors: see `check_splits`."""
-    with collected():
-        val_images.use_classes(images.classes, "the training data")
-        check_splits(images, val_images)
+    val_images.use_classes(images.classes, "the training data")
+    check_splits(images, val_images)
 
 
 def check_splits(images: Any, val_images: Any) -> None:

@@ -22,10 +22,11 @@ from util.data.images import (
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels
 from util.data.remote import Store, open_store
 from util.data.remote_tars import DataCache, begin_copying, find_split, open_remote_tars
-from util.data.survey import check_images
 from util.data.tars import open_tars
-from util.findings import collected, note_opened
+from util.lazy import LazyModule
 from util.urls import is_url
+
+survey = LazyModule("util.data.survey")  # of --check_data
 
 DOWNLOADED = ("cifar10", "cifar100")  # data sets that are downloaded if they are missing
 INATURALIST = {"inat18": 2018, "inat19": 2019}
@@ -102,11 +103,9 @@ class ImageSource:
         """Returns the images, which are opened once. ImageError if too many are bad, or if one has other channels."""
         if self.images is None:
             images = self._open()
-            note_opened(self.split, images)
             if self.labelled and self.split == "train":
-                with collected():
-                    refuse_single_class(images)
-            check_images(images, lambda: images.check(self.max_bad_fraction))
+                refuse_single_class(images)
+            images.check(self.max_bad_fraction)
             self.images = images
         return self.images
 
@@ -183,7 +182,10 @@ def open_everywhere(
         cache = DataCache(Path(args.data_cache) / "prmim", args.data_cache_gb)
     source = collectives.run_on_rank0(find_source)
     if not source.is_written_once and is_same_folder(args.data_path, source.root):
-        return collectives.run_on_rank0(source.open)
+        images = collectives.run_on_rank0(source.open)
+        if getattr(args, "check_data", False):
+            survey.report_split(split, images)
+        return images
     source = collectives.run_everywhere(find_source)
     kind = "no tars"
     if source.in_tars:
@@ -198,6 +200,9 @@ def open_everywhere(
         "channels and depth": str(images.pixel_format),
     }
     collectives.refuse_differences(seen_by_rank, f"{split} data")
+    if getattr(args, "check_data", False):
+        survey.report_split(split, images)
+        return images
     begin_copying(images, cache)
     return images
 

@@ -109,7 +109,7 @@ def session_of_eval(
     """
     if args.resume in ("auto", "none"):
         parser.error(f"--eval needs --resume: a checkpoint of {origins}, or a run's folder")
-    if args.check_data is not None:
+    if args.check_data:
         parser.error("--check_data checks a training: leave out --eval")
     if "output_dir" not in given:
         return evaluation_session(parser, args, None)

@@ -1,196 +1,111 @@
-"""Which files a start says it does not read, for each kind of data, and what a check of the data reports on them."""
+"""`--check_data`: the set-up of a run, a report of its images, and an end before the first step."""
 
-import json
-import shutil
+import re
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from downstream.segmentation.data import LabelValues, SegmentationImages
-from scripts import pack_dataset
-from tests.conftest import write_photo
-from tests.downstream.detection.coco import open_split, write_coco
-from tests.downstream.segmentation.pairs import write_pairs
-from tests.util.data.test_tars import photo, webdataset, write
-from util.data.images import FolderImages
-from util.data.open import open_images
-from util.data.pixel_format import PixelFormat
-from util.data.survey import survey, survey_copies, unread_files
+from tests.downstream.dense import detect, segment, write_shapes, write_stripes
+from tests.runs import ROOT, finetune, pretrain, refused
+from tests.warm import run_by_torchrun
+from util.data.images import ImageFiles
+from util.data.invalid_pixels import InvalidPixels
+from util.data.survey import describe_pixels
 
-try:
-    import datasets
-except ImportError:
-    datasets = None
-
-needs_datasets = pytest.mark.skipif(datasets is None, reason="needs datasets")
+PROGRAMS = {"pretrain": pretrain, "finetune": finetune, "segment": segment, "detect": detect}
 
 
-def in_folder(photos, root):
-    shutil.copytree(photos / "train", root / "train")
-    return "folder", root / "train" / "cat"
+@pytest.fixture(scope="module")
+def data(labelled, tmp_path_factory):
+    """{name of a program: a sound data set}"""
+    root = tmp_path_factory.mktemp("data")
+    pairs = write_stripes(root / "pairs")
+    shapes = write_shapes(root / "shapes")
+    return {"pretrain": labelled, "finetune": labelled, "segment": pairs, "detect": shapes}
 
 
-def packed(photos, root):
-    pack_dataset.main([str(photos / "train"), str(root / "train"), "--workers", "1"])
-    return "folder", root / "train"
+def state_of_folder(folder):
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
-def in_tars(photos, root):
-    (root / "train").mkdir(parents=True)
-    webdataset(root / "train" / "0.tar", [0, 1])
-    return "folder", root / "train"
-
-
-def tars_beside_each_other(photos, root):
-    root.mkdir()
-    webdataset(root / "train-0.tar", [0, 1])
-    webdataset(root / "val-0.tar", [0, 1])
-    return "folder", root
-
-
-def rows(photos):
-    path = str(photos / "train" / "cat" / "0.jpg")
-    image = {"bytes": (photos / "train" / "cat" / "0.jpg").read_bytes(), "path": path}
-    return datasets.Dataset.from_dict(
-        {"image": [image] * 3, "label": [0, 1, 1]},
-        features=datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["a", "b"])),
-    )
-
-
-def in_parquet(photos, root):
-    root.mkdir()
-    rows(photos).to_parquet(root / "train-0.parquet")
-    return "hf", root
-
-
-def saved(photos, root):
-    datasets.DatasetDict(train=rows(photos)).save_to_disk(root)
-    return "hf", root
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        in_folder,
-        packed,
-        in_tars,
-        tars_beside_each_other,
-        pytest.param(in_parquet, marks=needs_datasets),
-        pytest.param(saved, marks=needs_datasets),
-    ],
-)
-def test_a_start_counts_images_that_are_not_read(photos, tmp_path, make):
-    dataset, place = make(photos, tmp_path / "data")
-    assert not any("not read" in note for note in open_images(dataset, tmp_path / "data").notes)
-    for i in range(9):
-        write_photo(place / f"{i}.gif")
-    (place / "notes.txt").touch()
-    images = open_images(dataset, tmp_path / "data")
-    notes = [note for note in images.notes if "not read" in note]
-    assert len(notes) == 1
-    assert notes[0].startswith("note: not read: 9 files ending in .gif")
-    assert ".txt" not in notes[0]
-    content = survey(images, with_every_file=True).content
-    assert content["headers"] == sum(content["formats"].values()) == len(images)
-    assert sum(content["classes"].values()) == len(images)
-    json.dumps(content, allow_nan=False)
-
-
-@needs_datasets
-def test_images_that_rows_may_name_are_not_said_to_be_unread(photos, tmp_path):
-    """A folder of images, as `datasets` reads it: GIFs, too."""
-    folder = tmp_path / "train"
-    shutil.copytree(photos / "train" / "cat", folder / "cat")
-    write_photo(folder / "cat" / "more.gif")
-    images = open_images("hf", tmp_path)
-    assert len(images) == 13
-    assert not any("not read" in note for note in images.notes)
-
-
-def test_label_files_and_images_that_nothing_names(tmp_path):
-    root = write_pairs(tmp_path / "pairs")
-    write_photo(root / "annotations" / "training" / "0.tif")
-    images = SegmentationImages(root, "train", LabelValues(3))
-    folder = root / "annotations" / "training"
-    note = f"note: not read: 1 file ending in .tif in the folder of label files, {str(folder)!r}"
-    assert images.notes == [note]
-    (folder / "0.png").unlink()
-    with pytest.raises(ValueError, match=r"1 name without a label file .*: 0 \(note: not read: 1 file ending in .tif"):
-        SegmentationImages(root, "train", LabelValues(3))
-
-    def leave_out_one(content):
-        content["annotations"] = [entry for entry in content["annotations"] if entry["image_id"] != 100]
-
-    root = write_coco(tmp_path / "shapes", "train", 4, edit=leave_out_one)
-    write_photo(root / "train2017" / "new.jpg")
-    shapes = open_split(root)
-    shapes.check()
-    assert shapes.notes == [  # the image without objects has a note of its own
-        "images without objects ignored: 1",
-        f"note: not read: 1 file ending in .jpg in {str(root / 'train2017')!r}, which instances_train2017.json does "
-        "not name",
-    ]
-
-
-def test_members_of_tars_are_counted_by_ending_and_reason(tmp_path):
-    members = [("a.jpg", photo(0)), ("a.cls", b"0"), ("a.json", b"{}"), ("b.gif", b"GIF"), (".c.jpg", photo(1))]
-    write(tmp_path / "0.tar", members)
-    part = survey(open_images("folder", tmp_path))
-    assert part.content["images"] == 1
-    found = {entry["ending"]: entry["files"] for entry in part.content["not_read"]}
-    assert found == {".json": 1, ".gif": 1, "": 1}
-    json.dumps(part.content, allow_nan=False)
-
-
-def test_unread_files_are_found_behind_links_and_in_hidden_folders_once(tmp_path):
-    folder = tmp_path / "data"
-    (folder / ".cache" / "deep").mkdir(parents=True)
-    (folder / ".cache" / "deep" / "a.jpg").touch()
-    (folder / "a").mkdir()
-    (folder / "a" / "1.gif").touch()
-    (folder / "a" / "up").symlink_to(folder)
-    (folder / "a" / "read.jpg").touch()
-    assert dict(unread_files(folder, {b"a/read.jpg"})) == {
-        ("", "in the hidden folder .cache"): 1,
-        (".gif", "images of this format are not read: convert them"): 1,
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_check_reports_each_split_that_the_run_opens_and_leaves_no_folder(name, data, tmp_path, capsys):
+    flags = ["--knn_every", 1] if name == "pretrain" else []
+    words = PROGRAMS[name].command(data[name], tmp_path / "a" / "out", *flags, "--check_data")
+    assert PROGRAMS[name].module.main(words) is True
+    out = capsys.readouterr().out
+    assert re.findall(r"^(train|val): \d+ images? in ", out, re.MULTILINE) == ["train", "val"]
+    assert "trainable parameters" in out or "M parameters" in out  # as a start prints it
+    assert "step 1" not in out
+    assert not (tmp_path / "a").exists()
+    expected = {
+        "pretrain": "cat 12 (50.0%), dog 12 (50.0%)",
+        "finetune": "cat 4 (57.1%), dog 3 (42.9%)",
+        "segment": "0 (class 0)",
+        "detect": "px in the median",
     }
+    assert expected[name] in out
 
 
-def test_floats_without_a_valid_pixel_and_constant_bands_are_reported(tmp_path):
-    pixels = np.stack([np.full((8, 8), 3.0), np.arange(64.0).reshape(8, 8)], axis=2).astype(np.float32)
-    np.save(tmp_path / "0.npy", pixels)
-    part = survey(open_images("folder", tmp_path, in_chans=2))
-    assert any("channel 0 (counted from 0) is constant" in line for line in part.lines)
-    assert part.content["pixels"]["lowest"] == [3.0, 0.0]
-    assert part.content["pixels"]["highest"] == [3.0, 63.0]
+def test_a_run_that_is_checked_stays_as_it_is_and_ends_with_the_error_of_a_start(photos, tmp_path, capsys):
+    folder = tmp_path / "run"
+    pretrain(photos, folder, "--max_steps", 3)
+    message = pretrain.refused(capsys, photos, folder, "--batch_size", 25, "--check_data")
+    assert message == pretrain.refused(capsys, photos, folder, "--batch_size", 25)
+    (folder / ".checkpoint-9.pth.tmp-1").touch()  # of a killed process; a start would remove it
+    (folder / "checkpoint-3.json").unlink()  # a start would write it
+    before = state_of_folder(folder)
+    pretrain.module.main(pretrain.command(photos, folder, "--check_data"))
+    assert state_of_folder(folder) == before
 
 
-def test_a_problem_that_files_share_is_told_once(tmp_path):
-    for i in range(4):
-        np.save(tmp_path / f"{i}.npy", np.ones((8, 8, 2), np.complex64))
-    np.save(tmp_path / "4.npy", np.random.default_rng(0).random((8, 8, 2), np.float32))
-    (tmp_path / "5.npy").write_bytes(b"no array")
-    images = FolderImages(tmp_path, in_chans=2)
-    images.pixel_format = PixelFormat(2, "float32")
-    part = survey(images)
-    for kind in ("unreadable", "not_decoded"):
-        assert len(part.content[kind]) == 5
-        (line,) = [line for line in part.lines if line.startswith(kind.replace("_", " "))]
-        assert line.count(".npy") == 2
-        assert "0.npy" in line
-        assert "(and 3 more like it), " in line
-        assert "5.npy" in line
+def test_a_changed_setting_is_found_before_the_run_is_resumed(photos, tmp_path, capsys):
+    pretrain(photos, tmp_path, "--max_steps", 3)
+    before = state_of_folder(tmp_path)
+    assert "--mask_ratio" in pretrain.refused(capsys, photos, tmp_path, "--mask_ratio", 0.8, "--check_data")
+    assert state_of_folder(tmp_path) == before
 
 
-def test_copies_are_those_with_the_same_bytes(tmp_path):
-    for split in ("train", "val"):
-        for name in "ab":
-            (tmp_path / split / name).mkdir(parents=True)
-            write_photo(tmp_path / split / name / "0.jpg", seed=ord(name) + len(split))
-    shutil.copy(tmp_path / "train" / "a" / "0.jpg", tmp_path / "val" / "b" / "9.jpg")
-    opened = {split: open_images("folder", tmp_path, split, labelled=True) for split in ("train", "val")}
-    part = survey_copies(opened)
-    assert part.content["copies"] == {"val in train": [f"{opened['val'].path(2)} = {opened['train'].path(0)}"]}
-    assert part.content["copies_with_other_class"] == 1
-    del opened["train"]
-    assert survey_copies(opened).lines == ["no two images have the same bytes"]
+def test_two_processes_report_once(data, tmp_path):
+    words = [str(ROOT / detect.path), *detect.command(data["detect"], tmp_path / "out", "--check_data")]
+    code, out = run_by_torchrun(*words)
+    assert code == 0, out[-3000:]
+    assert out.count("px in the median") == 2  # one a split
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_evaluation_has_no_check(capsys, labelled):
+    words = ["--eval", "--resume", "x", "--check_data", "--data_path", labelled]
+    assert "--check_data" in refused(capsys, finetune.module.main, *words)
+
+
+def test_values_sizes_and_invalid_shares_are_those_of_the_images(tmp_path):
+    pixels = np.random.default_rng(0).integers(1, 900, (3, 6, 5, 2)).astype(np.uint16)
+    pixels[0, :2] = 0
+    for i, img in enumerate(pixels):
+        np.save(tmp_path / f"{i}.npy", img)
+    (tmp_path / "3.npy").write_bytes(b"no array")
+    samples = [(f"{i}.npy", 0) for i in range(4)]
+    images = ImageFiles(tmp_path, samples, [], in_chans=2, invalid=InvalidPixels(nodata=0))
+    images.check(max_bad_fraction=0.5)
+    lines = describe_pixels(images)
+    assert lines[0].startswith("1 of 4 images cannot be decoded")
+    assert "6 to 6 px high, 5 to 5 px wide" in lines
+    valid = np.where(pixels == 0, np.nan, pixels)
+    means = np.nanmean(valid, axis=(0, 1, 2))
+    lowest = np.nanmin(valid, axis=(0, 1, 2))
+    highest = np.nanmax(valid, axis=(0, 1, 2))
+    numbers = [" ".join(f"{value:.4g}" for value in values) for values in (lowest, means, highest)]
+    assert "lowest {}, mean {}, highest {}".format(*numbers) in lines
+    assert f"{2 / 18:.1%} of all values are invalid" in lines
+
+
+def test_label_values_that_are_classes_but_occur_nowhere(tmp_path, capsys):
+    root = write_stripes(tmp_path / "pairs")
+    path = root / "annotations" / "validation" / "0.png"
+    Image.fromarray(np.full_like(np.array(Image.open(path)), 77)).save(path)
+    assert "77" in segment.refused(capsys, root, tmp_path / "out", "--check_data")
+    segment.module.main(segment.command(root, tmp_path / "out", "--num_classes", 78, "--check_data"))
+    assert "no pixel has the values 3, 4," in capsys.readouterr().out

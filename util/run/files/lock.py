@@ -71,27 +71,6 @@ def in_use(folder: str | Path, holder: str) -> str:
     )
 
 
-def refuse_unusable(path: str | Path) -> None:
-    """ValueError if `writable_folder` would refuse the folder, or if it is locked. Nothing is created or changed."""
-    folder = existing_folder(path)
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"--output_dir {str(path)!r} cannot be written to: {str(folder)!r} is no folder, or may not be written to; "
-            "choose another folder"
-        )
-    lock = view_lock(path)
-    if lock.is_held:
-        raise FolderInUse(in_use(path, lock.holder or "another process"))
-
-
-def existing_folder(path: str | Path) -> Path:
-    """Returns the path itself, or the nearest folder above it that exists."""
-    for place in (Path(path), *Path(path).absolute().parents):
-        if place.exists():
-            return place
-    return Path(path)
-
-
 class FolderLock:
     """Reserves the folder for this process until it ends, however it ends.
 

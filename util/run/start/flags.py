@@ -264,7 +264,7 @@ def add_loading_flags(group: FlagGroup) -> None:
 def add_run_flags(group: FlagGroup, unit: str = "epochs") -> None:
     """Adds output folder, resuming, device, precision, memory, saving, reports. unit: of --save_every."""
     add_folder_flags(group)
-    add_check_flags(group)
+    add_check_flag(group)
     add_device_flags(group)
     add_saving_flags(group, unit)
     group.add_argument(
@@ -306,19 +306,16 @@ def add_folder_flags(group: FlagGroup) -> None:
     )
 
 
-def add_check_flags(group: FlagGroup) -> None:
-    """Adds the check of a run that ends before its first step, see `util.run.start.data_check`."""
+def add_check_flag(group: FlagGroup) -> None:
+    """Adds the end of a run before its first step, see `util.data.survey` and `Training.train`."""
     group.add_argument(
         "--check_data",
         everyday=True,
         changes="nothing",
-        nargs="?",
-        const="basic",
-        choices=("basic", "duplicates"),
-        help="only check data, flags, disk and memory of this command; exit code 2 if the run would be refused; "
-        "duplicates: read every file, and find images with the same bytes",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="set the run up, report what its images are, and end before the first step",
     )
-    group.add_argument("--check_json", changes="nothing", metavar="FILE.json", help="write what --check_data finds")
 
 
 def add_device_flags(group: FlagGroup) -> None:

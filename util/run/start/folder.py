@@ -17,10 +17,9 @@ import torch
 from util import collectives
 from util.code_version import code_version, source_hash
 from util.data.folders import refuse_inside_data
-from util.findings import collected
 from util.run.cli import LOG, Parser
 from util.run.files import checkpoint, search
-from util.run.files.lock import LOCK, FolderLock, existing_folder, refuse_unusable, writable_folder
+from util.run.files.lock import LOCK, FolderLock, writable_folder
 from util.run.files.record import CheckpointError, StartInfo
 from util.run.files.reports import read_json
 from util.run.processes import distributed
@@ -175,7 +174,8 @@ def enter_folder(
     """Locks the output folder and finds the checkpoint to resume from. Returns (the start, remarks for the log).
 
     argv: the command line (default: this program's). created: gets the paths that this start creates. ValueError if the
-    folder lies inside the data, is not writable, is in use by another run, or is not the same for all processes.
+    folder lies inside the data, is not writable, is in use by another run, or is not the same for all processes. With
+    --check_data nothing that lies in the folder is changed.
     """
 
     def check_folder() -> Path:
@@ -194,10 +194,11 @@ def enter_folder(
         lock = FolderLock(output_dir, created)
         paths = [output_dir / name for name in FILES]
         created.extend(path for path in paths if not path.exists())  # by now: another start may have ended
-        for pattern in LEFTOVERS:
-            for leftover in output_dir.glob(pattern):
-                leftover.unlink()
-        path, remarks = find_checkpoint(output_dir, args.resume)
+        if not args.check_data:
+            for pattern in LEFTOVERS:
+                for leftover in output_dir.glob(pattern):
+                    leftover.unlink()
+        path, remarks = find_checkpoint(output_dir, args.resume, adopts=not args.check_data)
         return path, lock.remarks + remarks
 
     # Rank 0 chooses, so that all ranks resume from the same file.
@@ -212,30 +213,6 @@ def describe_start(program: str, argv: Sequence[str] | None) -> StartInfo:
     words = [redact(word) for word in (sys.argv[1:] if argv is None else argv)]
     hosts = sorted(set(collectives.gather_objects(socket.gethostname())))
     return StartInfo(collectives.run_on_rank0(code_version), shlex.join([program, *words]), hosts)
-
-
-def view_folder(
-    program: str, args: argparse.Namespace, argv: Sequence[str] | None, process: distributed.Process
-) -> tuple[Start, list[str]]:
-    """Does for a check what `enter_folder` does for a run. Nothing is created, locked or changed.
-
-    Errors are collected. Whether all processes see the same folder is not found out.
-    """
-    output_dir = Path(args.output_dir)
-
-    def look() -> tuple[Path | None, list[str]]:
-        with collected():
-            refuse_inside_data("--output_dir", output_dir, args.dataset, args.data_path)
-        with collected():
-            refuse_unusable(output_dir)
-        with collected():
-            refuse_foreign_files(output_dir)
-        with collected():
-            return find_checkpoint(output_dir, args.resume, adopts=False)
-        return None, []
-
-    resume_path, remarks = collectives.run_on_rank0(look)
-    return Start(program, process, output_dir, resume_path, describe_start(program, argv), lock=None), remarks
 
 
 def refuse_separate_folders(output_dir: Path) -> None:
@@ -285,52 +262,27 @@ def checkpoint_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     return weights + moments
 
 
-@dataclass(frozen=True)
-class Space:
-    """The space on the disk of a run, and what its checkpoints take, in bytes.
-
-    needed: of the next ones: each is complete before an older one is removed. num_kept: of those that are kept besides.
-    """
-
-    free: int
-    checkpoint: int
-    needed: int
-    num_kept: int
-
-    @property
-    def needed_in_all(self) -> int:
-        return self.needed + self.num_kept * self.checkpoint
-
-
-def measure_space(start: Start, schedule: RunSchedule, step: int, num_bytes: int) -> Space:
-    """Returns the space that a run needs from `step` on, whose checkpoints have `num_bytes` each, and the free one."""
-    free = shutil.disk_usage(existing_folder(start.output_dir)).free
-    if step >= schedule.num_steps:
-        return Space(free, num_bytes, needed=0, num_kept=0)
-    needed = num_bytes
-    if not start.continues_here:
-        needed += num_bytes
-    num_kept = schedule.num_steps // schedule.keep_every - step // schedule.keep_every + 1  # and the last one
-    return Space(free, num_bytes, needed, num_kept)
-
-
 def check_space(start: Start, schedule: RunSchedule, step: int, num_bytes: int) -> list[str]:
     """Returns a warning if the disk has no space for all checkpoints to come, which have `num_bytes` each.
 
     OSError if it has none for the next ones. For rank 0.
     """
-    space = measure_space(start, schedule, step, num_bytes)
-    free = space.free
-    needed = space.needed
+    if step >= schedule.num_steps:
+        return []
+    free = shutil.disk_usage(start.output_dir).free
+    needed = num_bytes  # of the next ones: each is complete before an older one is removed
+    if not start.continues_here:
+        needed += num_bytes
+    num_kept = schedule.num_steps // schedule.keep_every - step // schedule.keep_every + 1  # and the last one
     place = f"the disk of --output_dir {str(start.output_dir)!r} has {free / 1e6:.1f} MB free"
     if free < needed:
         raise OSError(
             f"{place}, but a checkpoint takes {num_bytes / 1e6:.1f} MB, and two have to be there at a time: free "
             f"{(needed - free) / 1e6:.1f} MB, or choose another folder"
         )
-    if free < space.needed_in_all:
+    if free < needed + num_kept * num_bytes:
         return [
-            f"warning: {place}, and the run will keep {space.num_kept} more checkpoints of {num_bytes / 1e6:.1f} MB: "
+            f"warning: {place}, and the run will keep {num_kept} more checkpoints of {num_bytes / 1e6:.1f} MB: "
             "free space, or raise --save_every"
         ]
     return []

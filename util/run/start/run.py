@@ -21,23 +21,13 @@ from util.data.images import Images
 from util.data.invalid_pixels import InvalidPixels
 from util.data.open import data_settings
 from util.data.statistics import Statistics, choose_statistics
-from util.findings import EndOfCheck, collected, is_checking
 from util.run.cli import Parser, flags_chosen
 from util.run.files import checkpoint
 from util.run.files.record import CheckpointInfo, DataInfo, EncoderSource, RunInfo
 from util.run.processes.distributed import Process, may_compile
 from util.run.processes.supervise import Watchdog, first_timeout
-from util.run.start.data_check import check_of_data, describe_run
 from util.run.start.errors import SetUp, exit_on_setup_errors
-from util.run.start.folder import (
-    Start,
-    check_space,
-    checkpoint_bytes,
-    enter_folder,
-    join_processes,
-    measure_space,
-    view_folder,
-)
+from util.run.start.folder import Start, check_space, checkpoint_bytes, enter_folder, join_processes
 from util.run.start.plan import Plan, RunSchedule, decide_compilation, make_plan
 from util.run.start.resume import (
     choose_encoder,
@@ -72,7 +62,7 @@ class Run:
 
     chosen: names of the flags that command or recipe set. resumed: what the checkpoint to resume says, None for a new
     run. encoder_flag: name of the flag that gives the first weights. encoder: the checkpoint whose weights the run
-    begins with, or began with. notes: for the log, which opens later. fitting_batch: see `make_plan`.
+    begins with, or began with. notes: for the log, which opens later.
     """
 
     parser: Parser
@@ -86,7 +76,6 @@ class Run:
     encoder_flag: str
     encoder: EncoderSource | None
     notes: list[str]
-    fitting_batch: Callable[[int, str], int] | None = None
 
     @classmethod
     @contextmanager
@@ -113,28 +102,16 @@ class Run:
             with exit_on_setup_errors(parser) as set_up:
                 process = join_processes(parser, args)
                 patience = first_timeout(args.dist_timeout, may_compile(args.compile, args.device))
-                with (
-                    check_of_data(parser, args, process) as findings,
-                    Watchdog(args.dist_timeout, patience, process.rank, Path(args.output_dir)) as watchdog,
-                ):
+                with Watchdog(args.dist_timeout, patience, process.rank, Path(args.output_dir)) as watchdog:
                     watchdog.begin_phase("output folder")
                     plan = make_plan(args, process, default_batch_size, fitting_batch)
-                    with collected():
-                        check(args, plan)
+                    check(args, plan)
                     if process.is_main:
                         set_up.handle_signals()
-                    if is_checking():
-                        start, notes = view_folder(program, args, argv, process)
-                    else:
-                        start, notes = enter_folder(program, args, argv, process, set_up.created)
-                    resumed: CheckpointInfo | None = None
-                    encoder: EncoderSource | None = None
-                    with collected():
-                        resumed = read_resumed(start, plan.total_batch_size)
-                    with collected():
-                        encoder, encoder_notes = find_first_weights(args, start, resumed, encoder_flag)
-                        notes = [*notes, *encoder_notes]
-                    findings.notes += notes
+                    start, notes = enter_folder(program, args, argv, process, set_up.created)
+                    resumed = read_resumed(start, plan.total_batch_size)
+                    encoder, encoder_notes = find_first_weights(args, start, resumed, encoder_flag)
+                    notes = [*notes, *encoder_notes]
                     chosen = flags_chosen(parser, argv)
                     watchdog.begin_phase("images")
                     yield cls(
@@ -148,8 +125,7 @@ class Run:
                         resumed=resumed,
                         encoder_flag=encoder_flag,
                         encoder=encoder,
-                        notes=findings.notes,
-                        fitting_batch=fitting_batch,
+                        notes=notes,
                     )
         finally:
             if start is not None:
@@ -184,8 +160,7 @@ class Run:
         self.watchdog.begin_phase("first weights")
         if self.encoder is not None:
             path = self.encoder.path
-            with collected():
-                self.note(f"encoder from {path}: {load(path)}", *self.encoder.warnings())
+            self.note(f"encoder from {path}: {load(path)}", *self.encoder.warnings())
         elif note_without:
             self.note(note_without)
 
@@ -198,11 +173,8 @@ class Run:
         elif self.encoder is not None:
             encoder = checkpoint.read_info(self.encoder.path).pixel_settings
             self.note(*note_on_invalid(encoder, vars(self.args)))
-        num_channels = images.pixel_format.channels
-        statistics: Statistics = ([0.0] * num_channels, [1.0] * num_channels)  # with which a check goes on
-        with collected():
-            statistics, notes = choose_statistics((self.args.mean, self.args.std), images, resumed, encoder)
-            self.note(*notes)
+        statistics, notes = choose_statistics((self.args.mean, self.args.std), images, resumed, encoder)
+        self.note(*notes)
         self.watchdog.begin_phase("model")
         return statistics
 
@@ -226,20 +198,10 @@ class Run:
         self.plan = replace(self.plan, compile=compiles)
         info = self.describe(images, optimizer, schedule, facts)
         num_bytes = checkpoint_bytes(model, optimizer)
-        with collected():
-            self.note(*collectives.run_on_rank0(lambda: check_space(self.start, schedule, self.first_step, num_bytes)))
+        self.note(*collectives.run_on_rank0(lambda: check_space(self.start, schedule, self.first_step, num_bytes)))
         state: dict[str, Any] | None = None
         if self.resumed is not None:
-            with collected():
-                state = self._restore(self.resumed, info, model, optimizer)
-        if is_checking():
-            space = measure_space(self.start, schedule, self.first_step, num_bytes)
-            step = self.first_step
-            raise EndOfCheck(
-                describe_run(
-                    self.start, self.plan, schedule, step, model, images, facts.statistics, space, self.fitting_batch
-                )
-            )
+            state = self._restore(self.resumed, info, model, optimizer)
         self.watchdog.begin_phase("training")
         return info, state
 

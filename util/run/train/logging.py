@@ -56,12 +56,6 @@ class RunLog:
         is_hidden = not sys.stderr.isatty()
         self.bar = tqdm(total=end_step, initial=start_step, unit="step", file=sys.stderr, disable=is_hidden, **options)
 
-    def start_summary(self, rows: Mapping[str, str]) -> None:
-        """Writes one aligned line per row, such as `batch    4096 = 64 x 8 processes x 8 accumulated`."""
-        width = max(map(len, rows), default=0)
-        for name, value in rows.items():
-            self.info(f"  {name:<{width}}  {value}")
-
     def info(self, message: str) -> None:
         if self.enabled:
             message = printable(message)
@@ -133,6 +127,12 @@ class RunLog:
             self.tensorboard.close()
         self.json_lines.close()
         self.text.close()
+
+
+def summary_lines(rows: Mapping[str, str]) -> list[str]:
+    """Returns one aligned line per row, such as `batch    4096 = 64 x 8 processes x 8 accumulated`."""
+    width = max(map(len, rows), default=0)
+    return [f"  {name:<{width}}  {value}" for name, value in rows.items()]
 
 
 @contextmanager

@@ -22,20 +22,21 @@ from util.data.loader import BadImages, TooManyBadImages
 from util.data.open import data_hint
 from util.data.transforms import Normalize
 from util.run.files import search
+from util.run.files.lock import remove_created
 from util.run.files.record import CheckpointInfo
 from util.run.files.reports import set_aside_earlier_run, write_json
-from util.run.processes.distributed import precision
+from util.run.processes.distributed import precision, shut_down
 from util.run.processes.supervise import BETWEEN, Stopped, StopSignal
 from util.run.start.plan import RunSchedule
 from util.run.start.run import Run, RunFacts
 from util.run.train.ending import end_after_signal, finish_run, refuse_training_error
-from util.run.train.logging import RunLog
+from util.run.train.logging import RunLog, print_line, summary_lines
 from util.run.train.loop import TrainLoop
 from util.run.train.profile import Profile
 from util.run.train.saving import CheckpointSaver, save_bad_step
 from util.run.train.step_graphs import StepGraphs
 from util.run.train.wrap import wrap_model
-from util.text import count_of
+from util.text import count_of, printable
 
 TrainSteps = Callable[[nn.Module, Iterator[Any], range, TrainLoop], None]  # an engine's `train_one_epoch`
 
@@ -117,9 +118,10 @@ class Training:
         last_step = schedule.num_steps
         if args.max_steps is not None:
             last_step = min(last_step, args.max_steps)
-        if not run.start.continues_here:
+        writes_log = process.is_main and not args.check_data
+        if not run.start.continues_here and not args.check_data:
             run.note(*collectives.run_on_rank0(lambda: set_aside_earlier_run(run.output_dir)))
-        self.log = RunLog(run.output_dir, run.first_step, last_step, process.is_main, schedule.steps_per_epoch)
+        self.log = RunLog(run.output_dir, run.first_step, last_step, writes_log, schedule.steps_per_epoch)
         self.wrapped = wrap_model(model, args, plan, process, run.note)
         self.watchdog = run.watchdog
         self.stop = StopSignal(process.device)
@@ -159,17 +161,19 @@ class Training:
         self.profile = Profile(args.profile, last_step, process, run.output_dir, self.log)
 
     def note(self, *notes: str) -> None:
-        """Writes notes to the log."""
+        """Writes notes to the log, and prints them. With --check_data there is no log."""
         for note in notes:
             self.log.info(note)
+            if self.args.check_data and self.process.is_main:
+                print_line(printable(note))
 
     def announce(self, rows: dict[str, str]) -> None:
-        """Writes settings.json, the summary, and all notes so far. rows: of the summary, about model and data."""
+        """Writes the summary, all notes so far, and settings.json. rows: of the summary, about model and data."""
         plan = self.plan
         origin = self.start.origin
         settings = self.info.settings
         processes = count_of(self.process.world_size, "process")
-        if self.process.is_main:
+        if self.process.is_main and not self.args.check_data:
             write_json(self.output_dir / "settings.json", settings)
         common = {
             "batch": f"{plan.total_batch_size} = {plan.batch_size} x {processes} x {plan.accum_iter} accumulated",
@@ -179,7 +183,7 @@ class Training:
             "command": f"{origin.command} on {', '.join(origin.hosts)}",
             "output": str(self.output_dir),
         }
-        self.log.start_summary({**rows, **common})
+        self.note(*summary_lines({**rows, **common}))
         self.log.write_to_file(json.dumps(settings))
         self.note(*self.run.notes, *self.images.notes)
         if plan.device == "cuda" and torch.cuda.device_count() > 1 and self.process.world_size == 1:
@@ -198,8 +202,12 @@ class Training:
 
         open_batches: returns this process's batches of the steps of this start, an iterator that `close` ends.
         train_steps: `train_steps(wrapped model, batches, steps, loop)` makes these steps; it returns earlier if
-        `loop.should_stop()`. summary: returns the first lines of what is printed at the end.
+        `loop.should_stop()`. summary: returns the first lines of what is printed at the end. With --check_data the
+        program ends instead.
         """
+        if self.args.check_data:
+            self._end_check()
+            return True
         loop = self.loop
         with closing(open_batches(range(loop.step, loop.last_step))) as batches:
             self.run.set_up.end()
@@ -212,6 +220,12 @@ class Training:
                 refuse_training_error(self.run.parser, error, self.saver, self.plan.batch_size)
             finally:
                 gc.unfreeze()
+
+    def _end_check(self) -> None:
+        """Ends the program of --check_data, which has set up all that a run has. Its folder is left as it was."""
+        self.note("--check_data: the run would start; nothing was trained or saved")
+        remove_created(self.run.set_up.created)
+        shut_down()
 
     def _train(
         self,
