@@ -279,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         evaluate_val = partial(evaluate, model, val_images, val_masks, args.num_pictures)
         evaluator = Evaluator(training, evaluate_val, describe_scores, picture_name=PICTURE)
         name = f"a detector on {args.model}"
-        return training.train(train_iterations, loader, [evaluator], lambda: evaluator.summary(name))
+        return training.train(train_iterations, loader.open, [evaluator], lambda: evaluator.summary(name))
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation

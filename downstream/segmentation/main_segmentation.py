@@ -312,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         evaluator = Evaluator(training, evaluate_val, describe_scores, picture_name=PICTURE)
         train_steps = partial(train_iterations, mean_over_valid=args.mean_over_valid)
         name = f"{args.head} on {args.model}"
-        return training.train(train_steps, loader, [evaluator], lambda: evaluator.summary(name))
+        return training.train(train_steps, loader.open, [evaluator], lambda: evaluator.summary(name))
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation
