@@ -16,10 +16,8 @@ from typing import Any as _Any
 from torch import nn as _nn
 
 from encoders.classifiers import MODELS as _MODELS
-from encoders.load import build as _build
 from encoders.load import load_encoder as _load_encoder
-from encoders.load import load_model as _load_model
-from encoders.load import read as _read
+from encoders.trained import load as _load
 
 dependencies = ["torch", "timm", "numpy", "safetensors"]
 
@@ -30,15 +28,10 @@ def encoder(path: str | _Path) -> _nn.Module:
     path: a checkpoint of this project or of a release, the folder of a run, whose newest intact checkpoint is used, or
     a folder of Transformers. Raises ValueError if it holds no encoder of a known kind, or a classifier.
     """
-    weights = _read(path)
-    if weights.is_dense:
-        from downstream.encoders import dense_encoder
-
-        model: _nn.Module = dense_encoder(weights)
-    else:
-        model, _ = _build(weights)
-    if hasattr(model, "head"):
+    trained = _load(path)
+    if trained.task == "classification":
         raise ValueError(f"{str(path)!r} holds a classifier: load it with the entry point 'classifier'")
+    model = trained.encoder
     model.forward = model.forward_features  # an encoder alone has no other output
     return model
 
@@ -48,10 +41,7 @@ def classifier(path: str | _Path) -> _nn.Module:
 
     path: as in `encoder`. Raises ValueError if it holds no classifier of a known kind.
     """
-    model = _load_model(path)
-    if not hasattr(model, "head"):
-        raise ValueError(f"{str(path)!r} holds an encoder without a head: load it with the entry point 'encoder'")
-    return model
+    return _load(path, "classification").model
 
 
 def segmenter(path: str | _Path) -> _nn.Module:
@@ -59,9 +49,7 @@ def segmenter(path: str | _Path) -> _nn.Module:
 
     path: a checkpoint or the folder of a run. Images have the size `model.img_size`. Raises ValueError for other files.
     """
-    from downstream.segmentation.models import load_segmenter
-
-    return load_segmenter(path).model
+    return _load(path, "segmentation").model
 
 
 def detector(path: str | _Path) -> _nn.Module:
@@ -71,9 +59,7 @@ def detector(path: str | _Path) -> _nn.Module:
     Returns {"boxes": [n, 4] in pixels, "scores": [n], "labels": [n], from 1} for each image, and "masks" [n, 28, 28],
     which are probabilities inside the boxes, if the model has them. path: as in `segmenter`.
     """
-    from downstream.detection.models import load_detector
-
-    return load_detector(path).model
+    return _load(path, "detection").model
 
 
 def _entry_point(name: str, factory: _Callable[..., _nn.Module]) -> _Callable[..., _nn.Module]:

@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from encoders import models_relative_vit, models_swin
-from encoders.classifiers import MODELS, build_classifier, load_classifier, note_on_view, plain_size
+from encoders.classifiers import MODELS, build_classifier, plain_size
 from encoders.load import load_encoder
+from encoders.trained import load, note_on_view
 from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch, write_predictions
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util import collectives
@@ -431,8 +432,8 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_classifier({**vars(args), "nb_classes": len(classes)})
         merging = args.first_release_merging
-        load = partial(load_encoder, model, classes=classes, first_release_merging=merging)
-        run.load_encoder(load, note_without="no --finetune: training from scratch")
+        load_weights = partial(load_encoder, model, classes=classes, first_release_merging=merging)
+        run.load_encoder(load_weights, note_without="no --finetune: training from scratch")
         match_run(run, model, classes)
         model = model.to(run.process.device)
         optimizer = make_optimizer(model, args, run.plan.lr)
@@ -459,8 +460,11 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
     given: flags that were set explicitly.
     """
     collectives.run_on_rank0(lambda: prepare_file("--predictions", args.predictions, (".csv",)))
-    classifier = load_classifier(args.resume, crop_pct=args.crop_pct, mean=args.mean, std=args.std)
-    settings = classifier.settings
+    classifier = load(args.resume, "classification")
+    settings = dict(classifier.settings)
+    for name in ("crop_pct", "mean", "std"):
+        if getattr(args, name) is not None:
+            settings[name] = getattr(args, name)
     if args.all_valid:
         settings = without_marks(settings)
     names = given.intersection(("model", "input_size", "patch_size", "in_chans", "nb_classes", "global_pool"))
@@ -470,8 +474,9 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
         settings[name] = getattr(args, name)
     images = open_everywhere(args, args.eval_split, labelled=True, pixel_settings=settings)
     context = session.make_context(args, normalizer(settings, images.pixel_format), args.batch_size or 64)
-    if classifier.info.classes:
-        images.use_classes(classifier.info.classes, "the checkpoint")
+    info = classifier.weights.info
+    if info.classes:
+        images.use_classes(info.classes, "the checkpoint")
     elif len(images.classes) != settings["nb_classes"]:
         raise ValueError(
             f"the head of {args.resume!r} has {settings['nb_classes']} classes, the data {len(images.classes)}"
@@ -484,7 +489,7 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
         result._replace(details={"data": str(images.root)}),
         f"{accuracy_text(scores, digits=3)}, loss {scores['loss']:.4f} on {where}",
         args.resume,
-        classifier.info.step,
+        info.step,
     )
     if args.predictions is not None:
         write_predictions(args.predictions, classifier.model, images, view, context)

@@ -1,9 +1,8 @@
-"""The one way to weights: reads a file of any origin, and fits it into any model.
+"""The one way to weights: reads a file of any origin, and fits it into any model. `trained` builds the model, too.
 
-    from encoders.load import load_encoder, load_model
+    from encoders.load import load_encoder
 
-    model = load_model("output/prmim50_base")  # a run, a file of a release or of timm, a folder of Transformers
-    print(load_encoder(model, "mae_pretrain_vit_base.pth"))  # into a model that is there already
+    print(load_encoder(model, "mae_pretrain_vit_base.pth"))  # a file of any origin, or the folder of a run
 
 `encoders.names` has the key names of each origin, `encoders.kinds` the kinds of encoders, `encoders.resize` what
 adapts tensors to the model's size. A model may define
@@ -178,14 +177,6 @@ def read(path: str | Path) -> Weights:
 
 
 # --------------------------------------------------------------------------------------------------------------- load
-
-
-def load_model(path: str | Path) -> nn.Module:
-    """Loads the encoder or the classifier at `path` (see `read`), in eval mode. A classifier has the attribute `head`.
-
-    Raises ValueError if the file holds no model of a known kind.
-    """
-    return build(read(path))[0]
 
 
 def load_encoder(
@@ -397,7 +388,7 @@ def _rename_for(model: nn.Module, weights: Weights) -> tuple[Tensors, list[str]]
         tensors = weights.raw
     parts = {key.partition(".")[0] for key in weights.raw}
     others = sorted(parts - {"backbone", "neck", "head"})
-    if "backbone" in parts and others:
+    if "backbone" in parts and others and weights.raw.keys() != model_keys:
         remarks.append(f"not used, as they are no encoder: {shorten(others)}")
     if CLS_TOKEN_MLP in tensors and CLS_TOKEN_MLP not in model_keys:
         tensors = fold_cls_token(tensors)

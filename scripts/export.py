@@ -59,6 +59,7 @@ from encoders import classifiers
 from encoders.kinds import PLAIN
 from encoders.load import Weights, build, read
 from encoders.names import Tensors
+from encoders.trained import Trained, load
 from framework import rename_prefixes
 from frameworks import registry
 from frameworks.registry import load_run
@@ -121,13 +122,14 @@ Licence: not stated yet. Add it here, and as `license: ...` in the header, befor
 # ------------------------------------------------------------------------------------------------------------ for timm
 
 
-def export_timm(weights: Weights, out: Path) -> list[str]:
+def export_timm(trained: Trained, out: Path) -> list[str]:
     """Export the encoder or the classifier for timm, as a file or as a folder. Returns the lines that describe it."""
     if out.suffix == TORCH_SUFFIX:
         raise ValueError(f"a {TORCH_SUFFIX} is written by --format torch, got --out {str(out)!r}")
+    weights = trained.weights
     if out.suffix:
         refuse_other_kinds(weights, "to a single file", "give --out without a suffix for a folder")
-    model, remarks = model_for_timm(weights)
+    model, remarks = model_for_timm(trained)
     name, options = timm_arguments(model)
     facts = known_facts(model, weights.info)
     state = timm_weights(model)
@@ -356,11 +358,12 @@ def mae_weights(model: models_mae_pr.MaskedAutoencoderViT) -> Tensors:
 # ------------------------------------------------------------------------------------------------------- for torch
 
 
-def export_torch(weights: Weights, out: Path) -> list[str]:
+def export_torch(trained: Trained, out: Path) -> list[str]:
     """Export a model as a program of torch.export. Returns the lines that describe the file."""
     if out.suffix != TORCH_SUFFIX:
         raise ValueError(f"--format torch writes a {TORCH_SUFFIX}, got --out {str(out)!r}")
-    program, model, facts, remarks = program_of(weights)
+    program, facts = program_of(trained)
+    model = trained.encoder
     pixels = pixels_of(model, facts)
     example = random_pixels(EXAMPLES, model.img_size, pixels, program)
     batches = [random_pixels(count, model.img_size, pixels, program) for count in CHECKED]
@@ -371,9 +374,9 @@ def export_torch(weights: Weights, out: Path) -> list[str]:
     height, width = model.img_size
     images = f"{facts['input_dtype']} [B, {model.in_chans}, {height}, {width}] as in the files"
     return [
-        f"{weights.path}: {out}: {contents}",
+        f"{trained.weights.path}: {out}: {contents}",
         f"largest difference from the run's outputs, in batches of {CHECKED[0]} and {CHECKED[1]} images: {difference}",
-        *(f"note: {remark}" for remark in remarks),
+        *(f"note: {remark}" for remark in trained.remarks),
         f"torch.export.load({quoted(str(out))}).module()  # images {images} -> {facts['outputs']}",
     ]
 
@@ -444,8 +447,12 @@ def export(source: str | Path, out: str | Path, overwrite: bool = False, layout:
     check_out(out, source, overwrite)
     weights = read(source)
     refuse_unknown_model(weights)
-    writers = {"timm": export_timm, "transformers": export_transformers, "mae": export_mae, "torch": export_torch}
-    return writers[layout](weights, out)
+    if layout == "transformers":
+        return export_transformers(weights, out)
+    if layout == "mae":
+        return export_mae(weights, out)
+    writers = {"timm": export_timm, "torch": export_torch}
+    return writers[layout](load(source), out)
 
 
 def refuse_unknown_model(weights: Weights) -> None:

@@ -29,11 +29,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from downstream.detection.masks import coco_masks
-from downstream.detection.models import load_detector
 from downstream.detection.predict_objects import Detections, choose_ids
-from downstream.segmentation.models import load_segmenter
 from downstream.segmentation.predict_labels import LabelMaps, describe_labels
-from encoders.classifiers import load_classifier, note_on_view
+from encoders.trained import load, note_on_view
 from scripts.parts.predict_classes import Probabilities
 from util.code_version import code_version
 from util.data.images import EncodedImages
@@ -43,7 +41,6 @@ from util.data.statistics import normalizer
 from util.evaluate.predictions import Predictor, Progress, open_unlabelled, write_record
 from util.evaluate.session import Session, evaluation_session
 from util.run.cli import Parser, run_program
-from util.run.files.checkpoint import read_info
 from util.run.files.record import without_marks
 from util.run.processes.distributed import PRECISIONS, precision
 from util.run.start.flags import add_all_valid_flag
@@ -129,24 +126,17 @@ def make_predictor(args: argparse.Namespace, session: Session) -> Predictor:
         raise ValueError(f"RUN {args.run!r} does not exist: give a checkpoint, or the folder of a run")
     weights = find_encoder(args.run, False, "run")
     assert weights is not None
-    settings_of_run = read_info(weights.path).settings
-    task = "classification"
-    if "categories" in settings_of_run:
-        task = "detection"
-    elif "head" in settings_of_run:
-        task = "segmentation"
+    trained = load(weights.path)
+    task = trained.task
+    if task == "encoder":
+        raise ValueError(f"RUN {args.run!r} holds an encoder without a head: fine-tune it first")
     refuse_other_tasks(args, task)
-
-    trained: Any
     facts: dict[str, Any] = {"task": task, "checkpoint": weights.path, "code": code_version()}
     if task == "detection":
         coco_masks()  # refuses to go on without the library
-        trained = load_detector(weights.path)
     elif task == "segmentation":
-        trained = load_segmenter(weights.path)
         facts |= describe_labels(trained)
     else:
-        trained = load_classifier(weights.path)
         session.print(*note_on_view(trained.settings, args.run))
     settings = trained.settings
     if args.all_valid:

@@ -10,7 +10,8 @@ from torch.testing import assert_close
 import main_pretrain
 import monitor
 from downstream.probe.models import open_encoder
-from encoders.load import load_encoder, load_model
+from encoders.load import load_encoder
+from encoders.trained import load
 from frameworks import registry
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import ViTEncoder, vit_micro_patch4
@@ -187,7 +188,7 @@ def test_a_run_resumes_bit_for_bit_and_records_its_flags(trained, photos, tmp_pa
 
 
 def test_encoder_loads_into_the_probe(trained):
-    encoder = load_model(trained)
+    encoder = load(trained).model
     assert encoder.num_cls_tokens == 3
     assert encoder.pos_embed.shape == (1, 67, 96)
     imgs = torch.randn(2, 3, 32, 32)
@@ -201,7 +202,7 @@ def test_encoder_loads_into_a_classifier_of_as_many_class_tokens(trained):
     classifier = vit_micro_patch4(num_classes=4, num_cls_tokens=3, img_size=64)  # a grid of 16 x 16 tokens
     report = load_encoder(classifier, trained)
     assert report.resized == ["pos_embed"]
-    encoder = load_model(trained)
+    encoder = load(trained).model
     assert torch.equal(classifier.pos_embed[:, :3], encoder.pos_embed[:, :3])
     with pytest.raises(CheckpointError, match="encoder with 3 class tokens, this .* has 1: --num_cls_tokens 3 of"):
         load_encoder(vit_micro_patch4(num_classes=4), trained)
@@ -209,7 +210,7 @@ def test_encoder_loads_into_a_classifier_of_as_many_class_tokens(trained):
 
 def test_fine_tuning_takes_the_number_of_class_tokens(trained, labelled, tmp_path):
     finetune(labelled, tmp_path, "--finetune", trained, "--num_cls_tokens", 3, "--max_steps", 1)
-    assert load_model(tmp_path).num_cls_tokens == 3
+    assert load(tmp_path).model.num_cls_tokens == 3
 
 
 def test_export_to_timm_and_back(trained, tmp_path):
@@ -217,12 +218,12 @@ def test_export_to_timm_and_back(trained, tmp_path):
     assert "reg_tokens" in (tmp_path / "encoder" / "config.json").read_text()
     theirs = timm.create_model(f"local-dir:{tmp_path / 'encoder'}", pretrained=True).eval()
     assert theirs.num_prefix_tokens == 3
-    ours = load_model(trained)
+    ours = load(trained).model
     imgs = torch.randn(2, 3, 32, 32)
     features = theirs.forward_features(imgs)
     assert_close(features, ours.forward_features(imgs), rtol=1e-5, atol=1e-5)
     weights = ours.state_dict()
-    again = load_model(tmp_path / "encoder")
+    again = load(tmp_path / "encoder").model
     for name, value in again.state_dict().items():
         assert torch.equal(value, weights[name]), name
 

@@ -129,13 +129,7 @@ def test_factories(place):
 
 
 @pytest.mark.parametrize(
-    ("kind", "path", "message"),
-    [
-        ("encoder", "tuned", "'tuned' holds a classifier: load it with the entry point 'classifier'"),
-        ("classifier", "mae", "'mae' holds an encoder without a head: load it with the entry point 'encoder'"),
-        ("segmenter", "mae", "checkpoint-1.pth' holds no segmentation model of main_segmentation.py"),
-        ("detector", "tuned", "checkpoint-1.pth' holds no detector of main_detection.py"),
-    ],
+    ("kind", "path"), [("encoder", "tuned"), ("classifier", "mae"), ("segmenter", "mae"), ("detector", "tuned")]
 )
-def test_wrong_entry_points_are_named(place, kind, path, message):
-    assert message in by_hub(place, kind, path=path).stderr
+def test_entry_points_refuse_models_of_other_tasks(place, kind, path):
+    assert f"ValueError: '{path}' holds" in by_hub(place, kind, path=path).stderr

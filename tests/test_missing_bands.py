@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from downstream.probe import main_probe
 from downstream.probe.models import open_encoder
-from encoders.classifiers import load_classifier
+from encoders.trained import load
 from scripts import pack_dataset, visualize
 from scripts.export import export
 from tests import runs
@@ -132,7 +132,7 @@ def test_a_probe_reads_the_marks_of_the_run(satellite, encoder, tmp_path):
 
 def test_a_classifier_sees_the_mean_at_invalid_pixels(satellite, classifier):
     """Its logits are those of images whose invalid pixels and missing bands hold the mean of the band."""
-    loaded = load_classifier(classifier)
+    loaded = load(classifier)
     declared = InvalidPixels.from_settings(loaded.settings)
     images = open_images("folder", satellite, "val", in_chans=13, invalid=declared)
     dataset = AddressedDataset(images, ResizeCenterCrop(SIDE))

@@ -25,9 +25,10 @@ from downstream.common import StepDecay, schedule_by_iterations
 from downstream.detection.data import CocoImages, LargeScaleJitter, PadAndStack
 from downstream.detection.engine_detection import evaluate, train_iterations
 from downstream.detection.masks import coco_masks
-from downstream.detection.models import Detector, build_detector, load_detector
+from downstream.detection.models import Detector, build_detector
 from downstream.recipes import DETECTION_RECIPES, MASK_RCNN_DEFAULTS
 from encoders.load import load_encoder
+from encoders.trained import load
 from util.data.datasets import AddressedDataset
 from util.data.images import check_splits
 from util.data.statistics import normalizer
@@ -291,7 +292,7 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
     given: names of the flags that were set explicitly.
     """
     coco_masks()
-    trained = load_detector(args.resume)
+    trained = load(args.resume, "detection")
     checkpoint_name = f"the model at {str(trained.weights.path)!r}"
     settings = trained.settings
     check_same(args, settings, given.intersection(MODEL_FLAGS), checkpoint_name)

@@ -5,8 +5,6 @@ losses are L1, mask targets are binary and aligned, and all box arithmetic is in
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from torchvision.ops import roi_align
 
 from downstream.common import SIZES
 from downstream.detection.backbone import ChannelNorm, SimpleFeaturePyramid, ViTDet
-from encoders.load import Weights, fit, read
 
 BOX_GRID = 7  # side of the features of a box
 MASK_GRID = 14  # side of the features of a mask
@@ -341,29 +338,3 @@ def build_detector(settings: Mapping[str, Any]) -> Detector:
         num_rois=settings["num_rois"],
         **options,
     )
-
-
-@dataclass(frozen=True)
-class TrainedDetector:
-    """A trained model in eval mode, and the file that holds it."""
-
-    model: Detector
-    weights: Weights
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {**self.weights.settings, **self.weights.pixels}
-
-
-def load_detector(path: str | Path) -> TrainedDetector:
-    """Loads a trained model from a checkpoint or the folder of a run. ValueError if it holds no detector."""
-    return detector_from(read(path))
-
-
-def detector_from(weights: Weights) -> TrainedDetector:
-    """As `load_detector`, of weights that have been read."""
-    if "categories" not in weights.settings:
-        raise ValueError(f"{str(weights.path)!r} holds no detector of main_detection.py")
-    model = build_detector({**weights.settings, "drop_path": 0.0})
-    fit(model, weights, "all")
-    return TrainedDetector(model.eval(), weights)

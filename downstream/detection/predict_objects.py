@@ -17,10 +17,10 @@ from torch import Tensor
 from downstream.detection.annotations import read_json
 from downstream.detection.data import DetectionSample, PadAndStack, ResizeForDetection
 from downstream.detection.engine_detection import count_non_finite, detect
-from downstream.detection.models import TrainedDetector
 from downstream.detection.objects import DetectedObject, coco_results
 from downstream.detection.pictures import MIN_SCORE, draw_objects
 from downstream.pictures import as_picture
+from encoders.trained import Trained
 from util.data.images import EncodedImages
 from util.data.transforms import Size
 from util.evaluate.loop import EvalContext
@@ -83,7 +83,7 @@ class Detections:
 
     def __init__(
         self,
-        trained: TrainedDetector,
+        trained: Trained,
         images: EncodedImages,
         out: Path,
         context: EvalContext,

@@ -21,7 +21,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from downstream.robustness.benchmarks import BENCHMARKS, Benchmark
-from encoders.classifiers import load_classifier, note_on_view
+from encoders.trained import load, note_on_view
 from engine_finetune import evaluate_images
 from util import collectives
 from util.data.images import FolderImages, check_classes, refuse_single_class
@@ -280,8 +280,11 @@ def results_table(titles: list[str], rows: list[list[Any]]) -> str:
 
 def load_wnid_classifier(path: str, args: argparse.Namespace, wnids: list[str]) -> tuple[nn.Module, dict[str, Any]]:
     """Returns (model, settings). ValueError if the classifier's logits are not the classes of ImageNet-1k."""
-    classifier = load_classifier(path, args.crop_pct, args.mean, args.std)
-    settings = classifier.settings
+    classifier = load(path, "classification")
+    settings = dict(classifier.settings)
+    for name in ("crop_pct", "mean", "std"):
+        if getattr(args, name) is not None:
+            settings[name] = getattr(args, name)
     pixels = PixelFormat(settings["in_chans"], settings["pixels"] or RGB8.dtype)
     if pixels != RGB8:
         raise ValueError(f"{path!r} classifies images with {pixels}, but these sets are RGB images of 8 bits")
@@ -290,7 +293,7 @@ def load_wnid_classifier(path: str, args: argparse.Namespace, wnids: list[str]) 
             f"the head of {path!r} has {settings['nb_classes']} classes, ImageNet-1k {len(wnids)}: "
             f"these sets need a classifier that was fine-tuned on ImageNet-1k"
         )
-    check_classes(classifier.info.classes or wnids, wnids, repr(path), "ImageNet-1k")
+    check_classes(classifier.weights.info.classes or wnids, wnids, repr(path), "ImageNet-1k")
     return classifier.model, settings
 
 

@@ -38,8 +38,9 @@ from downstream.segmentation.engine_segmentation import (
     read_classes,
     train_iterations,
 )
-from downstream.segmentation.models import HEADS, Segmenter, TrainedSegmenter, build_segmenter, load_segmenter
+from downstream.segmentation.models import HEADS, Segmenter, build_segmenter
 from encoders.load import load_encoder
+from encoders.trained import Trained, load
 from util import collectives
 from util.data.datasets import AddressedDataset
 from util.data.images import ImageError, check_splits
@@ -318,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- evaluation
 
 
-def settings_of_model(trained: TrainedSegmenter, args: argparse.Namespace, given: set[str]) -> argparse.Namespace:
+def settings_of_model(trained: Trained, args: argparse.Namespace, given: set[str]) -> argparse.Namespace:
     """Returns the flags with the settings of the trained model. Explicit flags of the data win over them.
 
     given: names of the flags that were set explicitly. ValueError if they contradict the model.
@@ -340,7 +341,7 @@ def settings_of_model(trained: TrainedSegmenter, args: argparse.Namespace, given
 
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, Any]:
     """Evaluates the model at --resume on the validation split and returns the scores."""
-    trained = load_segmenter(args.resume)
+    trained = load(args.resume, "segmentation")
     args = settings_of_model(trained, args, given)
     info = trained.weights.info
     if info.classes and "class_names" not in given:

@@ -5,8 +5,6 @@ Names of modules inside neck and heads are those of mmsegmentation. All models r
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +14,6 @@ from torch.nn import functional as F
 from downstream.common import SIZES
 from downstream.segmentation.batch_norm import SyncBatchNorm2d
 from downstream.segmentation.vit_backbone import DenseViT, pyramid_blocks
-from encoders.load import Weights, fit, read
 
 HEADS = ("upernet", "linear")
 POOL_SIZES = (1, 2, 3, 6)  # sides of the grids of pyramid pooling
@@ -224,29 +221,3 @@ def build_segmenter(settings: Mapping[str, Any]) -> UPerNet | LinearSegmenter:
     if settings["head"] == "linear":
         return LinearSegmenter(settings["num_classes"], **options)
     return UPerNet(settings["num_classes"], settings["decoder_channels"], **options)
-
-
-@dataclass(frozen=True)
-class TrainedSegmenter:
-    """A trained model in eval mode, and the file that holds it."""
-
-    model: UPerNet | LinearSegmenter
-    weights: Weights
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {**self.weights.settings, **self.weights.pixels}
-
-
-def load_segmenter(path: str | Path) -> TrainedSegmenter:
-    """Loads a trained model from a checkpoint or the folder of a run. ValueError if it holds no segmentation model."""
-    return segmenter_from(read(path))
-
-
-def segmenter_from(weights: Weights) -> TrainedSegmenter:
-    """As `load_segmenter`, of weights that have been read."""
-    if "head" not in weights.settings:
-        raise ValueError(f"{str(weights.path)!r} holds no segmentation model of main_segmentation.py")
-    model = build_segmenter({**weights.settings, "drop_path": 0.0})
-    fit(model, weights, "all")
-    return TrainedSegmenter(model.eval(), weights)

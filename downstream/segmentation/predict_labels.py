@@ -32,7 +32,7 @@ from downstream.segmentation.engine_segmentation import (
     slide_logits,
     window_starts,
 )
-from downstream.segmentation.models import TrainedSegmenter
+from encoders.trained import Trained
 from util.atomic import replaced_file
 from util.data.decode import max_pixels
 from util.data.images import EncodedImages, ImageError, ImageFiles
@@ -133,7 +133,7 @@ class LabelMaps:
 
     def __init__(
         self,
-        trained: TrainedSegmenter,
+        trained: Trained,
         images: EncodedImages,
         out: Path,
         context: EvalContext,
@@ -388,14 +388,14 @@ def label_ending(name: str) -> str:
     return ".png"
 
 
-def class_colors(trained: TrainedSegmenter) -> np.ndarray:
+def class_colors(trained: Trained) -> np.ndarray:
     """Returns the colours of the classes, uint8 [num_classes, 3]; default ones, if the file has none."""
     if trained.weights.info.class_colors:
         return np.array(trained.weights.info.class_colors, np.uint8)
     return default_colors(trained.settings["num_classes"])
 
 
-def describe_labels(trained: TrainedSegmenter) -> dict[str, Any]:
+def describe_labels(trained: Trained) -> dict[str, Any]:
     """Returns what the values in the label maps and the colours in the pictures mean, for the record."""
     settings = trained.settings
     values = LabelValues(settings["num_classes"], settings["ignore_index"], settings["reduce_zero_label"])

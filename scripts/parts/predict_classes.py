@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from encoders.classifiers import Classifier
+from encoders.trained import Trained
 from engine_finetune import format_probabilities, write_rows
 from util.data.images import EncodedImages
 from util.data.invalid_pixels import transform_valid
@@ -37,7 +37,7 @@ class Probabilities:
     """Predicts and writes the probabilities of images."""
 
     def __init__(
-        self, classifier: Classifier, images: EncodedImages, out: Path, context: EvalContext, use_pillow: bool
+        self, classifier: Trained, images: EncodedImages, out: Path, context: EvalContext, use_pillow: bool
     ) -> None:
         settings = classifier.settings
         self.model = classifier.model.to(context.device)
@@ -85,8 +85,8 @@ class Probabilities:
                 self.parts.add(self.name_in_parts(i), format_probabilities(row))
 
 
-def class_names(classifier: Classifier) -> list[str]:
+def class_names(classifier: Trained) -> list[str]:
     """Returns the names of the classes; their numbers, if the file has none."""
-    if classifier.info.classes:
-        return classifier.info.classes
+    if classifier.weights.info.classes:
+        return classifier.weights.info.classes
     return [str(k) for k in range(classifier.settings["nb_classes"])]

@@ -21,13 +21,12 @@ from timm.models.vision_transformer_sam import VisionTransformerSAM
 from torch import nn
 
 from downstream.detection.backbone import ViTDet
-from downstream.encoders import dense_encoder
 from downstream.segmentation.vit_backbone import DenseViT
-from encoders.load import Weights, build
 from encoders.models_absolute_vit import AbsoluteViTEncoder
 from encoders.models_relative_vit import RelativeViTEncoder
 from encoders.models_swin import SwinEncoder
 from encoders.names import Tensors, rename
+from encoders.trained import Trained
 from models_vit import BASE, HUGE, LARGE, SMALL, TINY, layer_norm
 
 TOLERANCE = 1e-5  # of the outputs, absolute and relative
@@ -81,19 +80,13 @@ def num_outputs(classifier: nn.Module) -> int:
     return head.out_features
 
 
-def model_for_timm(weights: Weights) -> tuple[nn.Module, list[str]]:
-    """Builds the model that `weights` hold, of a dense task its encoder. Returns (model in eval mode, remarks).
-
-    It has a final norm, as timm's models have.
-    """
-    if not weights.is_dense:
-        model, report = build(weights)
-        return model, list(report.remarks)
-    encoder = dense_encoder(weights)
-    if not isinstance(encoder.norm, nn.Identity):
-        return encoder, []
-    encoder.norm = layer_norm(encoder.embed_dim)
-    return encoder, [NO_NORM]
+def model_for_timm(trained: Trained) -> tuple[nn.Module, list[str]]:
+    """Returns (the classifier, or the encoder, remarks). It has a final norm, as timm's models have."""
+    model = trained.encoder
+    if not isinstance(getattr(model, "norm", None), nn.Identity) or is_classifier(model):
+        return model, [*trained.remarks]
+    model.norm = layer_norm(model.embed_dim)
+    return model, [*trained.remarks, NO_NORM]
 
 
 def timm_weights(model: nn.Module) -> Tensors:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from downstream.segmentation.models import segmenter_from
-from encoders.load import Weights, build
+from encoders.trained import Trained
 from scripts.parts.export_facts import facts_of_program, pixels_of
-from scripts.parts.timm_models import TOLERANCE, is_classifier
+from scripts.parts.timm_models import TOLERANCE
 from util.data.invalid_pixels import InvalidPixels
 from util.data.pixel_format import PixelFormat
 from util.data.statistics import normalizer
@@ -66,30 +65,16 @@ class Program(nn.Module):
         return outputs
 
 
-def program_of(weights: Weights) -> tuple[Program, nn.Module, dict[str, Any], list[str]]:
-    """Returns (program, its encoder or classifier, facts, remarks). ValueError for detectors.
-
-    facts: see `facts_of_program`.
-    """
-    if "categories" in weights.settings:
-        raise ValueError(
-            f"{weights.what} is a detector. How many boxes it finds depends on the image, so torch.export cannot "
-            "record its steps: load it by torch.hub's 'detector', or export its encoder with "
-            "--format timm"
-        )
-    remarks: list[str] = []
-    if weights.is_dense:
-        network: nn.Module = segmenter_from(weights).model
-        model = network.backbone
-    else:
-        model, report = build(weights)
-        network = model
-        remarks = list(report.remarks)
-        if not is_classifier(model):
-            network.forward = model.forward_features  # an encoder alone has no other output
-    facts = facts_of_program(model, weights.info)
-    normalize = normalizer(facts, pixels_of(model, facts))
-    return Program(network, normalize, InvalidPixels.from_settings(facts).nodata), model, facts, remarks
+def program_of(trained: Trained) -> tuple[Program, dict[str, Any]]:
+    """Returns (program, facts), see `facts_of_program`. ValueError for detectors: their outputs have no fixed shape."""
+    if trained.task == "detection":
+        raise ValueError("--format torch takes no detector: torch.hub's 'detector' loads it, --format timm its encoder")
+    network = trained.model
+    if trained.task == "encoder":
+        network.forward = network.forward_features  # an encoder alone has no other output
+    facts = facts_of_program(trained.encoder, trained.weights.info)
+    normalize = normalizer(facts, pixels_of(trained.encoder, facts))
+    return Program(network, normalize, InvalidPixels.from_settings(facts).nodata), facts
 
 
 def random_pixels(count: int, size: tuple[int, int], pixels: PixelFormat, program: Program) -> Tensor:

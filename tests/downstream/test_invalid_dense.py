@@ -19,7 +19,7 @@ from downstream.segmentation.data import (
     distort,
     resize_image,
 )
-from downstream.segmentation.models import load_segmenter
+from encoders.trained import load
 from tests import runs
 from tests.downstream.bands import bands, replace_images
 from tests.downstream.dense import detect, segment
@@ -250,7 +250,7 @@ def test_thirteen_bands_with_holes_from_a_folder_to_scores(tmp_path, monkeypatch
     assert "pixel mean and deviation are those of the encoder" in log
     assert "was trained with" not in log
 
-    trained = load_segmenter(tmp_path / "out")
+    trained = load(tmp_path / "out")
     both = np.zeros(3)
     either = np.zeros(3)
     num_counted = 0

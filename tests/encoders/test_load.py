@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 from timm.data import ImageNetInfo
 
-from encoders.classifiers import load_classifier
-from encoders.load import LoadReport, fit, load_encoder, load_model, read
+from encoders.load import LoadReport, fit, load_encoder, read
 from encoders.models_relative_vit import relative_vit_micro_patch4
 from encoders.models_swin import swin_micro_patch4_window4
+from encoders.trained import load
 from frameworks.models_greenmim_pr import greenmim_swin_micro_patch4_window4
 from frameworks.models_simmim_pr import simmim_vit_micro_patch4
 from models_mae_pr import mae_vit_micro_patch4
@@ -285,14 +285,14 @@ def test_folders_of_timm_say_their_statistics_and_view(tmp_path):
         "mean": [0.5, 0.4, 0.3],
         "std": [0.2, 0.3, 0.4],
     }
-    assert load_classifier(tmp_path / "vit").settings["crop_pct"] == 0.9
+    assert load(tmp_path / "vit").settings["crop_pct"] == 0.9
 
 
 def test_a_missing_shard_is_named(tmp_path):
     folder = transformers_folder(tmp_path / "vit", random_vit(ViTEncoder), shards=True)
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ValueError, match="no checkpoint at '.*model-00002-of-00002.safetensors'"):
-        load_model(folder)
+        load(folder)
 
 
 def test_descriptions_of_imagenet_s_classes_are_their_folders(tmp_path):

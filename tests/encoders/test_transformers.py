@@ -6,8 +6,8 @@ from torch.testing import assert_close
 
 import hubconf
 from downstream.probe.models import open_encoder
-from encoders import classifiers
-from encoders.load import load_encoder, load_model, read, set_norm_eps
+from encoders.load import load_encoder, read, set_norm_eps
+from encoders.trained import load
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import VisionTransformer
 
@@ -81,7 +81,7 @@ def test_features(tmp_path, kind, config):
     """A model that is built from the file has the file's epsilon. The second path is that of evaluation."""
     theirs = make(kind, **config)
     theirs.save_pretrained(tmp_path)
-    ours = load_model(tmp_path).double()
+    ours = load(tmp_path).model.double()
     imgs = images(ours.in_chans, ours.img_size)
     expected = features_of(theirs, imgs)
     assert_close(ours.forward_features(imgs), expected, **CLOSE)
@@ -94,7 +94,7 @@ def test_a_classifier(tmp_path):
     theirs = make("classifier", num_labels=7)
     theirs.save_pretrained(tmp_path)
     expected = theirs.double()(images()).logits
-    for model in (hubconf.classifier(tmp_path), classifiers.load_classifier(tmp_path).model):
+    for model in (hubconf.classifier(tmp_path), load(tmp_path).model):
         assert_close(model.double()(images()), expected, **CLOSE)
 
 

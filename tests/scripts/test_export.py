@@ -14,8 +14,8 @@ from torch.testing import assert_close
 
 import models_mae_pr
 from downstream.probe.models import open_encoder
-from encoders.classifiers import load_classifier
-from encoders.load import load_encoder, load_model
+from encoders.load import load_encoder
+from encoders.trained import load
 from models_vit import ViTEncoder, vit_micro_patch4
 from tests.scripts.exports import (
     CLOSE,
@@ -140,7 +140,7 @@ def test_the_printed_line_loads_the_file(tmp_path, capsys, monkeypatch, model, o
     *_, line = run(capsys, path, 'my "own".safetensors')
     assert line.startswith(f"timm.create_model({arguments}")
     theirs = eval(line, {"timm": timm}).eval()
-    ours = load_model(path)
+    ours = load(path).model
     imgs = torch.randn(1, 3, *ours.img_size)
     assert_close(theirs.forward_features(imgs), ours.forward_features(imgs), **CLOSE)
 
@@ -202,7 +202,7 @@ def test_a_rectangle_keeps_its_grid(tmp_path, capsys, suffix):
     run(capsys, path, out)
     imgs = torch.randn(2, 3, 16, 64)
     expected = features_by_finetuning(path, VIT[1], imgs, img_size=(16, 64))
-    for encoder in (load_model(out), open_encoder(out).network):
+    for encoder in (load(out).model, open_encoder(out).network):
         assert_close(encoder.forward_features(imgs), expected, **CLOSE)
     assert not load_encoder(vit_micro_patch4(global_pool="token", img_size=(16, 64)), out).resized
     assert load_encoder(vit_micro_patch4(global_pool="token", img_size=32), out).resized == ["pos_embed"]
@@ -212,10 +212,10 @@ def test_a_rectangle_keeps_its_grid(tmp_path, capsys, suffix):
 def test_a_classifier_keeps_its_evaluation_view(tmp_path, capsys, name):
     path, _ = finetuned(tmp_path, VIT[1], img_size=(16, 64), crop_pct=0.95)
     run(capsys, path, tmp_path / name)
-    classifier = load_classifier(tmp_path / name)
+    classifier = load(tmp_path / name)
     assert classifier.settings["crop_pct"] == 0.95
     assert classifier.settings["input_size"] == [16, 64]
-    assert classifier.info.classes == list("abcde")
+    assert classifier.weights.info.classes == list("abcde")
 
 
 # ---------------------------------------------------------------------------------------------- what is refused

@@ -5,10 +5,9 @@ import timm
 import torch
 from torch.testing import assert_close
 
-from downstream.detection.models import load_detector
-from downstream.segmentation.models import load_segmenter
 from downstream.segmentation.vit_backbone import DenseViT
 from encoders.load import load_encoder
+from encoders.trained import load
 from models_vit import MICRO
 from tests.scripts.exports import CLOSE, detection_run, refused, run, segmentation_run
 
@@ -25,7 +24,7 @@ def test_the_encoder_of_upernet(tmp_path, capsys):
     segmentation_run(tmp_path / "run", in_chans=5, mean=[0.1] * 5, std=[0.2] * 5)
     lines = run(capsys, tmp_path / "run", tmp_path / "encoder")
     assert lines[2].startswith(NOTE)
-    backbone = load_segmenter(tmp_path / "run").model.backbone
+    backbone = load(tmp_path / "run").model.backbone
     assert backbone.out_blocks == (0, 1, 1, 3)
     imgs = torch.randn(2, 5, 16, 16)
     theirs = in_timm(tmp_path / "encoder")
@@ -43,7 +42,7 @@ def test_the_frozen_encoder_of_a_linear_head(tmp_path, capsys):
     segmentation_run(tmp_path / "run", "--head", "linear")
     lines = run(capsys, tmp_path / "run", tmp_path / "encoder")
     assert not any(line.startswith("note") for line in lines)
-    backbone = load_segmenter(tmp_path / "run").model.backbone
+    backbone = load(tmp_path / "run").model.backbone
     imgs = torch.randn(2, 3, 16, 16)
     (expected,) = backbone(imgs)
     tokens = in_timm(tmp_path / "encoder").forward_features(imgs)[:, 1:]
@@ -59,7 +58,7 @@ def test_the_encoder_of_a_detector(tmp_path, capsys):
     detection_run(tmp_path / "run")
     lines = run(capsys, tmp_path / "run", tmp_path / "encoder")
     assert lines[2].startswith(NOTE)
-    backbone = load_detector(tmp_path / "run").model.backbone
+    backbone = load(tmp_path / "run").model.backbone
     assert [block.window_size for block in backbone.blocks] == [0, 5, 0, 0, 5, 0]
     assert (backbone.map_size, backbone.grid_size) == ((12, 12), (8, 8))
     imgs = torch.randn(2, 3, 48, 48, dtype=torch.float64)

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from downstream.probe.models import open_encoder
-from encoders import classifiers
-from encoders.load import load_model
+from encoders import classifiers, trained
 from scripts import export
 from scripts.parts import timm_models
 from tests.scripts.exports import (
@@ -90,7 +89,7 @@ def test_encoders(tmp_path, capsys, family, options):
     assert expected.std() > 0.1
     theirs = eval(line, {"timm": timm}).eval()
     assert_close(timm_features(theirs, imgs), expected, **CLOSE)
-    for ours in (load_model(out), open_encoder(out).network):
+    for ours in (trained.load(out).model, open_encoder(out).network):
         assert ours.img_size == imgs.shape[2:]
         assert_close(ours.forward_features(imgs), expected, **CLOSE)
 

@@ -6,8 +6,8 @@ import torch
 from PIL import Image
 from torch.testing import assert_close
 
-from encoders.classifiers import load_classifier
-from encoders.load import load_encoder, load_model, read
+from encoders import trained
+from encoders.load import load_encoder, read
 from models_vit import vit_micro_patch4
 from tests.scripts.exports import NORMLESS, RELATIVE, VIT, finetuned, pretrained, pretrained_run, refused, run
 from util.data.pixel_format import RGB8, PixelFormat
@@ -81,7 +81,7 @@ def test_decoders_that_the_library_lacks_are_left_out(tmp_path, capsys, flags, n
     path, _ = pretrained_run(tmp_path, *flags.split())
     lines = run(capsys, path, tmp_path / "vit", *FORMAT)
     assert any(line.startswith("note: the decoder is left out: ") and note in line for line in lines)
-    ours = load_model(path).double()
+    ours = trained.load(path).model.double()
     imgs = torch.randn(2, ours.in_chans, *ours.img_size, dtype=torch.float64)
     features = load_features(tmp_path / "vit")(imgs).last_hidden_state
     assert_close(features, ours.forward_features(imgs), **CLOSE)
@@ -138,9 +138,8 @@ def test_what_the_library_saves_is_read_back(tmp_path, capsys):
 def test_a_classifier_keeps_its_evaluation_view(tmp_path, capsys):
     path, _ = finetuned(tmp_path, VIT[1], global_pool="token", crop_pct=0.95)
     run(capsys, path, tmp_path / "vit", *FORMAT)
-    settings = load_classifier(tmp_path / "vit").settings
+    settings = trained.load(tmp_path / "vit").settings
     assert settings["crop_pct"] == 0.95
-    assert settings["model"] == VIT[1]
 
 
 # -------------------------------------------------------------------------------------------------------- the images

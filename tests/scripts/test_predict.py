@@ -12,8 +12,8 @@ from PIL import Image
 
 from downstream.detection import predict_objects
 from downstream.segmentation import predict_labels
-from downstream.segmentation.models import load_segmenter
 from downstream.segmentation.predict_labels import LabelMaps
+from encoders.trained import load
 from scripts import pack_dataset, predict
 from scripts.parts import predict_classes
 from tests.conftest import write_photo
@@ -232,7 +232,7 @@ def test_label_maps_of_tiffs_are_tiffs_with_the_values_of_the_label_files(scenes
 def test_the_record_holds_the_colors_of_the_pictures(scenes, tmp_path):
     """They are half of the image's, of which 0 and 255 are the mean -+ 2 deviations, and half of the class's."""
     folder, _ = scenes
-    settings = load_segmenter(folder).settings
+    settings = load(folder).settings
     dark = 255 * (2 - np.array(settings["mean"][:3]) / settings["std"][:3]) / 4
     array = np.zeros((30, 40, 5), np.uint16)
     write_array(tmp_path / "black.tif", array)
@@ -277,7 +277,7 @@ def write_layouts(folder, array):
 
 def slow_labels(folder, array, side=16, stride=10):
     """The classes of an image [H, W, C] of 16 bits: the mean logits of windows that a loop cuts out, one by one."""
-    trained = load_segmenter(folder)
+    trained = load(folder)
     mean = torch.tensor(trained.settings["mean"])
     std = torch.tensor(trained.settings["std"])
     img = ((torch.from_numpy(array.astype(np.float32)) / 65535 - mean) / std).permute(2, 0, 1)
