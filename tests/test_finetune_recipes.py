@@ -122,7 +122,7 @@ FLAGS = """
     aa color_jitter smoothing reprob remode recount mixup cutmix mixup_prob mixup_switch_prob mixup_mode clip_crop
     eval_every crop_pct in_chans mean std nodata mask_band bands all_valid eval_split
     output_dir resume allow_changes device precision attention compile recompute recompute_pointwise
-    dist_timeout max_steps save_every save_minutes save_steps print_freq profile
+    dist_timeout max_steps save_every save_minutes save_steps print_freq profile detect_anomaly
     check_data
 """
 

@@ -340,7 +340,7 @@ FLAGS = """
     num_workers max_bad_fraction
     output_dir resume allow_changes device precision attention compile recompute recompute_pointwise
     dist_timeout max_steps save_every save_minutes save_steps picture_every knn_every knn_train
-    print_freq profile cuda_graph check_data
+    print_freq profile detect_anomaly cuda_graph check_data
 """
 
 

@@ -48,6 +48,15 @@ def test_a_short_run_is_no_result(labelled, tmp_path, capsys, program):
         assert steps_in(tmp_path) in ([3], [])
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in")
+def test_a_resume_names_the_operation_that_was_not_finite(photos, tmp_path, capsys):
+    flags = ("--epochs", 20, "--warmup_epochs", 0, "--lr", 1e10, "--picture_every", 0, "--save_steps", 1)
+    pretrain.refused(capsys, photos, tmp_path, *flags, code=3)
+    with pytest.raises(RuntimeError, match="Backward.*returned nan values"):
+        pretrain(photos, tmp_path, *flags, "--detect_anomaly")
+    assert not torch.is_anomaly_enabled()
+
+
 @pytest.fixture(scope="module")
 def spoilt(photos, tmp_path_factory):
     """Checkpoints with a weight that is NaN, and with finite weights whose features overflow."""

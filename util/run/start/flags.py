@@ -279,6 +279,13 @@ def add_run_flags(group: FlagGroup, unit: str = "epochs") -> None:
         help="trace the three steps after this step of the run (rank 0); until the end, a GPU that runs out of memory "
         "leaves a snapshot",
     )
+    group.add_argument(
+        "--detect_anomaly",
+        changes="nothing",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="end the run at the first operation whose gradient is NaN, and name it (slow)",
+    )
 
 
 def add_folder_flags(group: FlagGroup) -> None:

@@ -31,7 +31,6 @@ from util.urls import redact
 # Files that a killed process was about to rename.
 LEFTOVERS = (
     ".checkpoint-*.tmp-*",
-    ".bad-step-*.tmp-*",
     ".settings.tmp-*",
     ".results.tmp-*",
     ".log.tmp-*",

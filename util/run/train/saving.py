@@ -4,7 +4,6 @@ Training stands still only while rank 0 copies the state to the CPU. A thread wr
 and it does not touch model, optimizer, device and log.
 """
 
-import json
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from util.atomic import replaced_file
 from util.collectives import all_reduce_sum, run_on_rank0
 from util.data.images import ImageError
 from util.data.loader import LoaderError
@@ -29,7 +27,6 @@ from util.run.start.folder import Start
 from util.run.start.plan import RunSchedule
 from util.run.train.loop import TrainLoop
 
-REPLAYED_PROGRAM = "main_pretrain.py"  # the program whose steps `scripts/replay_step.py` can repeat
 UNSAVED_SECONDS = 60.0  # of training that may be lost if the process is killed in work between steps
 MAX_FAILURES = 3  # this many saves in a row that fail end the run
 PULSE = 1.0  # seconds between two looks at a write that is waited for
@@ -357,37 +354,3 @@ class CheckpointSaver:
             f". The last checkpoint with a finite loss is {str(good[-1])!r}. To go on from it with other settings, "
             f"give another --output_dir, --resume {shlex.quote(str(good[-1]))} and --allow_changes"
         )
-
-
-# -------------------------------------------------------------------------------------------------------- steps kept
-
-
-def save_bad_step(saver: CheckpointSaver) -> bool:
-    """Writes bad-step-<n>.pth if the steps from step n on were not finite. Returns whether it did.
-
-    It holds the weights before step n and the run's settings, for `scripts/replay_step.py`. Nothing else is needed,
-    since images, crops, masks and random draws are functions of the step.
-
-    All ranks must call it. A write that fails costs a warning.
-    """
-    step = saver.step_of_weights()
-    if step == saver.loop.step or saver.start.program != REPLAYED_PROGRAM:
-        return False
-    saver.finish()  # the write before it reads the memory of the copy
-    state = {"model": saver.model.state_dict(), "scaler": saver.loop.precision.scaler.state_dict()}
-    run_on_rank0(lambda: write_bad_step(saver, step, saver.copies.take(state)))
-    return True
-
-
-def write_bad_step(saver: CheckpointSaver, step: int, state: Mapping[str, Any]) -> None:
-    """Writes the file, and says how to repeat the step. For rank 0."""
-    path = saver.output_dir / f"bad-step-{step}.pth"
-    info = saver.info.at_step(step, saver.schedule.steps_per_epoch)
-    try:
-        with replaced_file(path) as temporary:
-            torch.save({**state, "meta": json.dumps(info.to_json())}, temporary)
-    except (OSError, RuntimeError) as error:  # torch raises either if the disk is full
-        saver.loop.log.info(f"warning: {path.name} could not be written ({error})")
-        return
-    command = f"scripts/replay_step.py {shlex.quote(str(path))}"
-    saver.loop.log.info(f"step {step + 1} was not finite: {command} repeats it and names what was not")

@@ -33,7 +33,7 @@ from util.run.train.ending import end_after_signal, finish_run, refuse_training_
 from util.run.train.logging import RunLog, print_line, summary_lines
 from util.run.train.loop import TrainLoop
 from util.run.train.profile import Profile
-from util.run.train.saving import CheckpointSaver, save_bad_step
+from util.run.train.saving import CheckpointSaver
 from util.run.train.step_graphs import StepGraphs
 from util.run.train.wrap import wrap_model
 from util.text import count_of, printable
@@ -157,7 +157,6 @@ class Training:
         self.saver = CheckpointSaver(
             run.start, info, model, self.loop, schedule, save_minutes=args.save_minutes, save_steps=args.save_steps
         )
-        self.has_bad_step = False  # and its file is written
         self.profile = Profile(args.profile, last_step, process, run.output_dir, self.log)
 
     def note(self, *notes: str) -> None:
@@ -215,8 +214,6 @@ class Training:
             try:
                 return self._train(train_steps, batches, between, summary)
             except Exception as error:
-                if isinstance(error, FloatingPointError):
-                    save_bad_step(self.saver)
                 refuse_training_error(self.run.parser, error, self.saver, self.plan.batch_size)
             finally:
                 gc.unfreeze()
@@ -240,7 +237,7 @@ class Training:
             all_done = self._run_due(between)
             while not loop.has_ended():
                 steps = self.profile.cut(self._steps_to_next_pause())
-                with self.profile.trace(steps):
+                with self.profile.trace(steps), torch.autograd.set_detect_anomaly(self.args.detect_anomaly):
                     train_steps(self.wrapped, batches, steps, loop)
                 if loop.has_ended():
                     self.saver.save(final=True)
@@ -302,8 +299,6 @@ class Training:
             raise
         if is_time:
             self.saver.save()
-        if not self.has_bad_step and not self.loop.precision.scaler.is_enabled():  # a scaler tries steps out
-            self.has_bad_step = save_bad_step(self.saver)
 
     def ends_epoch(self, every: int) -> bool:
         """Whether the current step ends an epoch whose number is a multiple of `every`, or the whole schedule.

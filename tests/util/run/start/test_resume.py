@@ -135,7 +135,7 @@ def test_best_weights_are_no_run(tmp_path):
 
 COMMON = {
     "nothing": "recipe output_dir resume allow_changes data_path num_workers max_bad_fraction dist_timeout "
-    "recompute recompute_pointwise max_steps save_every save_minutes save_steps print_freq profile "
+    "recompute recompute_pointwise max_steps save_every save_minutes save_steps print_freq profile detect_anomaly "
     "check_data",
     "rounding": "attention compile device",
     "split": "accum_iter batch_size",
