@@ -4,7 +4,7 @@
     python scripts/profile_pretrain.py mae_vit_base_100ep prmim50_vit_base_100ep --compile --batch_size 512 --csv c.csv
     python scripts/profile_pretrain.py mae_vit_base_100ep --peers transformers --batch_size 512
 
-A step is that of main_pretrain.py (bytes to floats, forward, backward, gradient norm, the recipe's optimizer) on one
+A step is that of main_pretrain.py (bytes to floats, forward, backward, gradient norm, AdamW) on one
 batch of random images. After its first steps each recipe is timed once, then all in turn. Columns:
 
 gmac         multiply-adds of the forward pass of one image, in 10^9, without a frozen teacher
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine_pretrain import train_one_epoch
 from frameworks.registry import build_model
-from main_pretrain import get_args_parser, make_optimizer
+from main_pretrain import get_args_parser
 from recipes import RECIPES
 from util import costs
 from util.attention import CHOICES, prefer
@@ -65,7 +65,7 @@ class Step:
             self.model = build_model(settings, read_files=False).to(device).train()
         self.normalize = Normalize().to(device)
         self.precision = precision(args.precision, device)
-        optimizer = make_optimizer(self.model, argparse.Namespace(**settings), lr=1e-4)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.loop = TrainLoop(
             parameters=[p for p in self.model.parameters() if p.requires_grad],
             optimizer=optimizer,
