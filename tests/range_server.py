@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 FAULTS = ("cut", "closed", "200", "429", "503", "short", "longer", "range", "flip", "endless", "total", "garbage")
+SLOW = ("silent", "drip", "continue", "slow body")  # they last until the server ends, each byte by byte
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Request:
 
 
 class RangeServer:
-    """Serves the files of a folder. trouble(number, name): of a request of a file, one of FAULTS or None."""
+    """Serves the files of a folder. trouble(number, name): of a request: one of FAULTS or SLOW, a status, or None."""
 
     def __init__(self, folder, delay=0.0):
         self.folder = Path(folder)
@@ -99,8 +100,17 @@ class Handler(BaseHTTPRequestHandler):
         data = whole[first : last + 1]
         total = len(whole)
         content_range = f"bytes {first}-{first + len(data) - 1}/{total}"
-        if fault in ("401", "403", "429", "503"):
+        if fault in ("401", "403", "404", "429", "503"):
             return self.begin(int(fault), 0)
+        if fault in SLOW:
+            if fault == "slow body":
+                self.begin(206, len(data), Content_Range=content_range)
+            if fault == "drip":
+                self.wfile.write(b"HTTP/1.1 206 OK\r\nX: ")
+            piece = {"silent": b"", "continue": b"HTTP/1.1 100 Continue\r\n\r\n"}.get(fault, b"x")
+            while not owner.released.wait(0.02):
+                self.wfile.write(piece)
+            return None
         if fault == "closed":
             self.close_connection = True
             return None

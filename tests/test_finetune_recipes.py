@@ -117,7 +117,7 @@ FLAGS = """
     model finetune first_release_merging input_size patch_size trainable_blocks global_pool drop_path nb_classes
     batch_size accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed optimizer layer_decay
     warmup_lr lr_schedule lr_steps clip_grad cls_token_layer_decay train_pos_embed cls_token_mlp num_cls_tokens
-    dataset data_path data_cache data_cache_gb image_column label_column loader crop_scale hflip vflip
+    dataset data_path image_column label_column loader crop_scale hflip vflip
     num_workers max_bad_fraction
     aa color_jitter smoothing reprob remode recount mixup cutmix mixup_prob mixup_switch_prob mixup_mode clip_crop
     eval_every crop_pct in_chans mean std nodata mask_band bands all_valid eval_split

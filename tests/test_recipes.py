@@ -336,7 +336,7 @@ FLAGS = """
     in_chans mean std nodata mask_band bands pretrained visible_source attention_start attention_every attention_crop
     batch_size accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed
     warmup_lr lr_schedule lr_steps clip_grad betas
-    dataset data_path data_cache data_cache_gb image_column label_column loader crop_scale crop interpolation
+    dataset data_path image_column label_column loader crop_scale crop interpolation
     num_workers max_bad_fraction
     output_dir resume allow_changes device precision attention compile recompute recompute_pointwise
     dist_timeout max_steps save_every save_minutes save_steps picture_every knn_every knn_train

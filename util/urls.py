@@ -3,8 +3,10 @@
 import argparse
 import re
 
-# Characters at which `redact` takes a URL to end are not in it.
-HTTP_URL = re.compile(r"https?://([^\s/@'\"]*@)?([A-Za-z\d_.-]+|\[[\da-f:]+\])(:\d+)?([/?#][!#-&(-~]*)?")
+# Characters at which `redact` takes a URL to end are not in it. An @ behind the ? may be that of a login.
+HTTP_URL = re.compile(
+    r"https?://([^\s/?#@'\"]*@)?([A-Za-z\d_.-]+|\[[\da-f:]+\])(:\d{1,5})?(/[!$-&(->@-~]*)?(\?[!$-&(->A-~]*)?"
+)
 
 _secret_urls: dict[str, str] = {}  # {what is shown of a URL: the URL}, of this process's command line
 
@@ -16,7 +18,7 @@ def is_url(path: object) -> bool:
 
 def redact(text: str) -> str:
     """Returns a text without the user names, passwords, queries and fragments of the URLs in it."""
-    text = re.sub(r"(\w://)[^\s/?#]*@", r"\1", text)
+    text = re.sub(r"(\w://)[^\s/'\"]*@", r"\1", text)
     return re.sub(r"(\w://[^\s?#'\"]*)[?#][^\s'\"]*", r"\1", text)
 
 
@@ -27,8 +29,8 @@ def data_path(text: str) -> str:
     is_http = text.startswith(("http://", "https://"))
     if is_http and not HTTP_URL.fullmatch(text):
         raise argparse.ArgumentTypeError(
-            "expected is a URL with a host; write spaces, quotes, letters beyond ASCII, and / and @ of a password as "
-            "%20, ..., %2F and %40"
+            "expected is a URL with a host; write spaces, quotes and letters beyond ASCII as %20, ..., and / ? # @ of "
+            "a password as %2F %3F %23 %40"
         )
     if redact(text) == text:
         return text

@@ -5,7 +5,6 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -57,9 +56,9 @@ class ImageSubset:
         """Returns ([H, W, C], label)."""
         return self.images.load(int(self.indices[i]))
 
-    def reading_ahead(self, indices: Sequence[int]) -> AbstractContextManager[None]:
+    def prepare(self, indices: Sequence[int]) -> None:
         """As of `Images`."""
-        return self.images.reading_ahead(self.indices[list(indices)].tolist())
+        self.images.prepare(self.indices[list(indices)].tolist())
 
     def load_sample(self, i: int) -> tuple[np.ndarray, int]:
         """Returns what `load` does."""

@@ -57,8 +57,8 @@ class AddressedDataset(torch.utils.data.Dataset):
 
     def __getitems__(self, addresses: Sequence[Address]) -> list[Sample]:
         """Returns the samples of a batch. A DataLoader calls it."""
-        with self.images.reading_ahead([index for _, index in addresses]):
-            return [self[address] for address in addresses]
+        self.images.prepare([index for _, index in addresses])
+        return [self[address] for address in addresses]
 
     def _load(self, index: int) -> tuple[int, np.ndarray, int]:
         """Returns (index, image, label) of the image `index`, or of the next readable one, if that may replace it.

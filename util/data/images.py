@@ -14,7 +14,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -149,9 +148,8 @@ class Images:
         """
         raise NotImplementedError
 
-    def reading_ahead(self, indices: Sequence[int]) -> AbstractContextManager[None]:
-        """In this context, `load` is about to be called for these images, in this order."""
-        return nullcontext()
+    def prepare(self, indices: Sequence[int]) -> None:
+        """Announces that `load` is about to be called for these images, in this order."""
 
     def load_sample(self, i: int) -> tuple[np.ndarray, int]:
         """Returns ([H, W, D], label) for the transform of a data set: the image, or the image and its label map."""

@@ -21,7 +21,7 @@ from util.data.images import (
 )
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels
 from util.data.remote import Store, open_store
-from util.data.remote_tars import DataCache, begin_copying, find_split, open_remote_tars
+from util.data.remote_tars import find_split, open_remote_tars
 from util.data.tars import open_tars
 from util.lazy import LazyModule
 from util.urls import is_url
@@ -39,8 +39,7 @@ class ImageSource:
 
     dataset: one of DATASETS; "folder" also reads tars. labelled: every image must have a class, of two or more.
     max_bad_fraction: of the image headers that are checked. in_chans: channels of the images. image_column,
-    label_column: of "hf". use_pillow: decode everything by Pillow. invalid: what marks invalid pixels. cache: for
-    copies of shards that lie behind a URL.
+    label_column: of "hf". use_pillow: decode everything by Pillow. invalid: what marks invalid pixels.
     """
 
     dataset: str
@@ -53,7 +52,6 @@ class ImageSource:
     label_column: str | None = None
     use_pillow: bool = False
     invalid: InvalidPixels = ALL_VALID
-    cache: DataCache | None = None
     files: SplitFiles | None = field(init=False, default=None)  # of the dataset "folder"
     store: Store | None = field(init=False, default=None)  # instead, if `data_path` is a URL
     folder: str = field(init=False, default="")  # in the store
@@ -128,7 +126,7 @@ class ImageSource:
                 self.data_path, self.split, self.labelled, self.image_column, self.label_column, **reading
             )
         if self.store is not None:
-            return open_remote_tars(self.store, self.folder, self.labelled, self.notes, self.cache, **reading)
+            return open_remote_tars(self.store, self.folder, self.labelled, self.notes, **reading)
         assert self.files is not None
         if self.files.tars:
             return open_tars(self.files.tars, self.labelled, self.files.notes, **reading)
@@ -172,14 +170,8 @@ def open_everywhere(
             label_column=args.label_column,
             use_pillow=args.loader == "reference",
             invalid=InvalidPixels.from_settings(pixel_settings),
-            cache=cache,
         )
 
-    cache: DataCache | None = None
-    if getattr(args, "data_cache", None) is not None:
-        if not is_url(args.data_path):
-            raise ValueError("--data_cache has no effect, because --data_path is no URL: leave it out")
-        cache = DataCache(Path(args.data_cache) / "prmim", args.data_cache_gb)
     source = collectives.run_on_rank0(find_source)
     if not source.is_written_once and is_same_folder(args.data_path, source.root):
         images = collectives.run_on_rank0(source.open)
@@ -202,8 +194,6 @@ def open_everywhere(
     collectives.refuse_differences(seen_by_rank, f"{split} data")
     if getattr(args, "check_data", False):
         survey.report_split(split, images)
-        return images
-    begin_copying(images, cache)
     return images
 
 

@@ -1,134 +1,77 @@
-"""Packed shards behind a URL, and their copies on local disk.
-
-A cache holds a folder for each data set: its index and, with --data_cache, whole shards. A data set is known by the
-header of its index, which names the SHA-256 of each shard. Who opens a shard marks it as used. The shards that a run
-has used stay while it lasts. Readers keep their open files, and read remotely what is no longer there.
-"""
+"""Packed shards behind a URL: the images of a batch are read at the same time, each by its range."""
 
 import errno
-import fcntl
 import hashlib
 import json
-import multiprocessing
-import os
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from util import collectives
 from util.atomic import replaced_file
 from util.data.folders import MissingSplit, choose_split, note_stand_in
-from util.data.images import Images, retry_io
-from util.data.remote import PIECE, WAITS, ReadAhead, Store, WrongAnswer, joined, read
-from util.data.tars import INDEX, LocalTars, Span, TarImages, objection, read_index, user_cache
-from util.data.workers import begin_beside_gpu, kill_at_exit
-from util.text import count_of
+from util.data.remote import MAX_READS, SLOWEST, TIMEOUT, Call, Store, joined, retry
+from util.data.tars import INDEX, Span, TarImages, objection, read_index, user_cache
 
-BEGIN = time.time()
-MAX_INDEX = 2**36  # bytes
+MAX_BYTES = 2**25  # that are read, or wait to be used, at once
+PIECE = 2**23  # bytes of the index that are read at once
 
 
-@dataclass(frozen=True)
-class DataCache:
-    """A folder of copies alone, and the gigabytes that shards may take in it. 0: no shards, only indexes."""
+class RemoteTars:
+    """Tars in a folder of a store. See `TarStorage`."""
 
-    root: Path
-    gigabytes: float
-
-    @contextmanager
-    def lock(self, suffix: str) -> Iterator[None]:
-        """Waits for the other processes of this node that write files of this suffix: indexes, or shards, which take
-        long. What killed ones have left is removed.
-        """
-        self.root.mkdir(parents=True, exist_ok=True)
-        with open(self.root / f".lock{suffix}", "a") as file:
-            with suppress(OSError):  # of a file system without locks, where two may copy the same
-                fcntl.flock(file, fcntl.LOCK_EX)
-                for leftover in self.root.glob(f"*/.*.tmp-*{suffix}"):
-                    leftover.unlink()
-            yield
-
-    def make_space(self, num_bytes: int) -> bool:
-        """Whether a shard of this size may come, after removing what was used longest ago, before this process began.
-
-        Only within `lock(".tar")`.
-        """
-        stats = {path: path.stat() for path in self.root.glob("*/*.tar")}
-        by_use = sorted(stats, key=lambda path: stats[path].st_mtime)
-        old = [path for path in by_use if stats[path].st_mtime < BEGIN]
-        excess = sum(stat.st_size for stat in stats.values()) + num_bytes - self.gigabytes * 1e9
-        if excess > sum(stats[path].st_size for path in old):
-            return False
-        while excess > 0:
-            path = old.pop(0)
-            path.unlink()
-            excess -= stats[path].st_size
-        return True
-
-
-class RemoteTars(LocalTars):
-    """Tars in a folder of a store, or those that are in the local folder `copies`."""
-
-    def __init__(self, store: Store, place: str, copies: Path) -> None:
-        super().__init__(copies)
+    def __init__(self, store: Store, place: str) -> None:
         self.store = store
         self.place = place
-        self.root = joined(store.url, place)
-        self._doubtful: set[str] = set()  # tars of which the last read has failed for good
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteTars, (self.store, self.place, self.folder)
+        self.root: str | Path = joined(store.url, place)
+        self._waiting: deque[Span] = deque()
+        self._begun: dict[Span, Call] = {}
 
     def path(self, tar: str) -> str:
         return joined(str(self.root), tar)
 
     def sizes(self, tars: Sequence[str]) -> dict[str, int] | None:
-        return retry_io(lambda: self.store.sizes(self.place), WAITS, sum(WAITS))
+        return retry(lambda: self.store.sizes(self.place), TIMEOUT)
 
-    def is_slow(self, tar: str) -> bool:
-        return not (self.folder / tar).exists()
+    def prepare(self, spans: Sequence[Span]) -> None:
+        """Begins to read spans, at most MAX_READS and MAX_BYTES at once. `read` is about to be called in this order."""
+        self._begun = {}
+        self._waiting = deque(dict.fromkeys(spans))
+        self._begin_reads()
 
     def read(self, span: Span) -> bytes:
-        with suppress(OSError):
-            data = self._read_at(span)
-            if not objection(span, data):
-                return data
-        waits: Sequence[float] = WAITS
-        if span.tar in self._doubtful:  # it may have been replaced, with thousands of images
-            waits = ()
-        try:
-            data = retry_io(lambda: self._read_remote(span), waits, sum(WAITS))
-        except (WrongAnswer, PermissionError):
-            self._check_storage()
-            self._doubtful.add(span.tar)
-            data = self._read_last(span)
-        self._doubtful.discard(span.tar)
+        """As of `TarStorage`. What the storage denies in the middle of a run may come back with the next login."""
+        data = self._read(span)
+        if objection(span, data):  # perhaps on its way
+            data = self._read(span)
         return data
 
-    def _read_last(self, span: Span) -> bytes:
-        """Reads from a storage that works, but may have failed until now. WrongAnswer if it refuses this tar alone."""
+    def _read(self, span: Span) -> bytes:
+        begun = self._begun.pop(span, None)
         try:
-            return self._read_remote(span)
-        except PermissionError as error:
-            raise WrongAnswer(errno.EACCES, error.strerror) from error
-
-    def _read_remote(self, span: Span) -> bytes:
-        data = self.store.read(joined(self.place, span.tar), span.offset, span.size, span.tar_size)
-        problem = objection(span, data)
-        if problem:
-            raise WrongAnswer(errno.EIO, problem)
-        return data
-
-    def _check_storage(self) -> None:
-        """OSError, which may pass, unless the storage gives the first bytes of the index. A login may have expired."""
-        try:
-            read(self.store, joined(self.place, INDEX), 0, 8)
-        except (WrongAnswer, PermissionError) as error:
+            data = retry(partial(self._ask, span), seconds_for(span), begun)
+        except (FileNotFoundError, PermissionError) as error:
             raise OSError(errno.EIO, error.strerror) from error
+        self._begin_reads()
+        return data
+
+    def _begin_reads(self) -> None:
+        while self._waiting and len(self._begun) < MAX_READS:
+            span = self._waiting[0]
+            num_bytes = sum(other.size for other in self._begun) + span.size
+            if self._begun and num_bytes > MAX_BYTES:
+                break
+            self._waiting.popleft()
+            self._begun[span] = Call(partial(self._ask, span), seconds_for(span))
+
+    def _ask(self, span: Span) -> bytes:
+        return self.store.read(joined(self.place, span.tar), span.offset, span.size, span.tar_size)
+
+
+def seconds_for(span: Span) -> float:
+    return TIMEOUT + span.size / SLOWEST
 
 
 # -------------------------------------------------------------------------------------------------------------- open
@@ -138,19 +81,17 @@ def find_split(store: Store, split: str, labelled: bool) -> tuple[str, list[str]
     """Returns (folder of the shards that are read for a split, notes): URL/train, URL/val, URL/test, or the URL itself.
 
     labelled: images of another split, or of all, are refused. MissingSplit if there are none of the split. ValueError
-    if there are none at all, or if the server does not serve ranges of files.
+    if there are none at all, or if they are denied.
     """
-    denied: list[PermissionError] = []
+    denied: list[str] = []
 
     def is_there(folder: str) -> bool:
         try:
-            read(store, joined(folder, INDEX), 0, 8)
-        except PermissionError as error:  # S3 may answer so if a file is missing
-            denied.append(error)
+            retry(lambda: store.read(joined(folder, INDEX), 0, 8), TIMEOUT)
+        except FileNotFoundError:
             return False
-        except WrongAnswer as error:
-            if error.errno != errno.ENOENT:
-                raise ValueError(f"--data_path {store.url!r} cannot be read: {error.strerror}") from error
+        except PermissionError as error:  # S3 may answer so if a file is missing
+            denied.append(str(error.strerror))
             return False
         return True
 
@@ -161,7 +102,7 @@ def find_split(store: Store, split: str, labelled: bool) -> tuple[str, list[str]
     if not found and not labelled and is_there(""):
         return "", []
     if not found and denied:
-        raise denied[0]
+        raise ValueError(f"--data_path {store.url!r} cannot be read: {denied[0]}")
     expected = f"expected is {split}/{INDEX}, beside the shards that scripts/pack_dataset.py writes"
     if found or labelled:
         raise MissingSplit(f"--data_path {store.url!r} has no packed shards for {split}: {expected}")
@@ -169,101 +110,47 @@ def find_split(store: Store, split: str, labelled: bool) -> tuple[str, list[str]
 
 
 def open_remote_tars(
-    store: Store, folder: str, labelled: bool, notes: Sequence[str], cache: DataCache | None, **reading: Any
+    store: Store, folder: str, labelled: bool = False, notes: Sequence[str] = (), **reading: Any
 ) -> TarImages:
-    """Returns the images of packed shards in a folder of a store. The index is copied to the cache, or the user's.
+    """Returns the images of packed shards in a folder of a store, whose index is copied to the user's cache.
 
     ValueError if the shards are damaged, or if the images have no labels although they must be `labelled`.
     """
-    if cache is None:
-        cache = DataCache(user_cache() / "remote", 0)
-    index = copy_index(store, folder, cache)
-    storage = RemoteTars(store, folder, index.parent)
-    images = TarImages(index, storage, notes, **reading)
+    storage = RemoteTars(store, folder)
+    images = TarImages(copy_index(storage), storage, notes, **reading)
     if labelled and not images.classes:
         raise ValueError(f"the images of {storage.root!r} have no labels: pack class folders")
-    if cache.gigabytes:
-        copied = [tar for tar in images.tars if not storage.is_slow(tar)]
-        for tar in copied:
-            with suppress(OSError):
-                os.utime(storage.folder / tar)  # it is used
-        images.notes.append(f"{len(copied)} of {count_of(len(images.tars), 'shard')} are in --data_cache {cache.root}")
     return images
 
 
-def copy_index(store: Store, folder: str, cache: DataCache) -> Path:
-    """Returns a copy of the index, which is kept until the remote one changes. ValueError if that is none."""
-    name = joined(folder, INDEX)
-    header_bytes = int.from_bytes(read(store, name, 0, 8), "little")
+def copy_index(storage: RemoteTars) -> Path:
+    """Returns a copy of the index, which is kept until the remote one changes. ValueError if that is none.
+
+    An index is known by its header, which names the SHA-256 of each shard.
+    """
+    header_bytes = int.from_bytes(storage.read(Span(INDEX, 0, 8, None, None)), "little")
+    header = storage.read(Span(INDEX, 8, min(header_bytes, 10**8), None, None))  # the limit of the format
     try:
-        header = read(store, name, 8, min(header_bytes, 10**8))  # the limit of the format
         tensors = json.loads(header)
         del tensors["__metadata__"]
-        num_bytes = 8 + header_bytes + int(max(tensor["data_offsets"][1] for tensor in tensors.values()))
-        if num_bytes > MAX_INDEX:
-            raise ValueError(f"it would have {num_bytes} bytes")
-    except (WrongAnswer, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{joined(store.url, name)!r} is not a valid index: copy or pack it again") from error
-    index = cache.root / hashlib.sha256(header).hexdigest()[:16] / INDEX
+        num_bytes = 8 + header_bytes + max(tensor["data_offsets"][1] for tensor in tensors.values())
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{storage.path(INDEX)!r} is not a valid index: copy or pack it again") from error
+    index = user_cache() / "remote" / hashlib.sha256(header).hexdigest()[:16] / INDEX
     with suppress(ValueError):  # missing or damaged
         read_index(index)
         return index
-    with cache.lock(index.suffix):
-        with suppress(ValueError):  # another process may have copied it meanwhile
-            read_index(index)
-            return index
-        index.parent.mkdir(exist_ok=True)
-        copy_file(store, name, num_bytes, index)
+    try:
+        index.parent.mkdir(parents=True, exist_ok=True)
+        pieces = [
+            Span(INDEX, first, min(PIECE, num_bytes - first), num_bytes, None) for first in range(0, num_bytes, PIECE)
+        ]
+        storage.prepare(pieces)
+        with replaced_file(index, durable=True) as temporary, open(temporary, "wb") as file:
+            for piece in pieces:
+                file.write(storage.read(piece))
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EROFS):
+            raise
+        raise ValueError(f"the index of {storage.root!r} cannot be copied: {error}; set XDG_CACHE_HOME") from error
     return index
-
-
-def copy_file(store: Store, name: str, num_bytes: int, target: Path, sha256: str | None = None) -> None:
-    """Copies a file, whose place it takes when it is whole. ValueError if it has another SHA-256."""
-    pieces = {first: min(PIECE, num_bytes - first) for first in range(0, num_bytes, PIECE)}
-    digest = hashlib.sha256()
-    with (
-        ReadAhead(lambda first: read(store, name, first, pieces[first], num_bytes), pieces) as ahead,
-        replaced_file(target, durable=True) as temporary,
-        open(temporary, "wb") as file,
-    ):
-        for first in pieces:
-            piece = ahead.take(first)
-            digest.update(piece)
-            file.write(piece)
-        if sha256 is not None and digest.hexdigest() != sha256:
-            raise ValueError("it is not what was packed: its SHA-256 differs")
-
-
-# -------------------------------------------------------------------------------------------------------------- copy
-
-
-def begin_copying(images: Images, cache: DataCache | None) -> None:
-    """Begins to copy the shards of these images into the cache, in a process of its own, once per node."""
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if cache is None or not is_first or not isinstance(images, TarImages):
-        return
-    collectives.settle_threads()
-    arguments = (images.storage, images.content["tars"], cache)
-    process = multiprocessing.Process(target=copy_shards, args=arguments, daemon=True)
-    process.start()
-    kill_at_exit({process})
-
-
-def copy_shards(storage: RemoteTars, tars: Sequence[dict[str, Any]], cache: DataCache) -> None:
-    """Copies and verifies the shards that are not in the cache, one by one, until no more fit or one fails."""
-    begin_beside_gpu(0)
-    for tar in tars:
-        name = Path(tar["name"]).name
-        target = storage.folder / name
-        try:
-            with cache.lock(".tar"):
-                if target.exists():
-                    continue
-                if not cache.make_space(tar["size"]):
-                    full = f"--data_cache_gb {cache.gigabytes:g} has no space"
-                    print(f"note: {full} for {storage.path(name)} and others", file=sys.stderr, flush=True)
-                    return
-                copy_file(storage.store, joined(storage.place, name), tar["size"], target, tar["sha256"])
-        except (OSError, ValueError) as error:
-            print(f"warning: --data_cache lacks {storage.path(name)} and others: {error}", file=sys.stderr, flush=True)
-            return

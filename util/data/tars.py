@@ -16,11 +16,11 @@ import tarfile
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -30,7 +30,6 @@ from util.atomic import replaced_file
 from util.data.folders import count_unread, is_hidden, is_image, note_unread, split_of
 from util.data.images import FILE_ERRORS, EncodedImages, ImageError, retry_io
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels
-from util.data.remote import ReadAhead, WrongAnswer
 from util.text import count_of, shorten
 
 INDEX = "prmim-index.safetensors"  # beside the shards of pack_dataset.py
@@ -107,8 +106,7 @@ def scan_members(tar: tarfile.TarFile, file: BinaryIO, num_bytes: int) -> TarSca
         if member.isdir():
             continue
         name = PurePosixPath(member.name)
-        leads_out = name.is_absolute() or ".." in name.parts
-        if leads_out or not member.isreg() or member.issparse() or any(map(is_hidden, name.parts)):
+        if leads_out(name) or not member.isreg() or member.issparse() or any(map(is_hidden, name.parts)):
             scan.num_ignored += 1
         elif name.suffix == ".cls":
             numbers[sample_key(str(name))] = class_number(file, member)
@@ -128,6 +126,10 @@ def scan_members(tar: tarfile.TarFile, file: BinaryIO, num_bytes: int) -> TarSca
     if numbers:
         scan.labels = image_labels(scan.names, numbers)
     return scan
+
+
+def leads_out(name: PurePosixPath) -> bool:
+    return name.is_absolute() or ".." in name.parts
 
 
 def sample_key(name: str) -> str:
@@ -299,7 +301,7 @@ class Span(NamedTuple):
     tar: str
     offset: int
     size: int
-    tar_size: int
+    tar_size: int | None
     checksum: int | None
 
 
@@ -312,24 +314,40 @@ def objection(span: Span, data: bytes) -> str:
     return ""
 
 
-class LocalTars:
-    """Tars in a folder. Forked workers may share those that are open, because `pread` has no position in the file."""
+class TarStorage(Protocol):
+    """Where tars lie."""
 
-    def __init__(self, root: Path) -> None:
-        self.root: str | Path = root
-        self.folder = root
-        self._files: dict[str, BinaryIO] = {}
-        self._lock = threading.Lock()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return LocalTars, (self.folder,)
+    root: str | Path
 
     def path(self, tar: str) -> str:
         """Returns where a tar lies, for messages."""
-        return str(self.folder / tar)
 
     def sizes(self, tars: Sequence[str]) -> dict[str, int] | None:
         """Returns the bytes of each tar that is there; None if only reads can tell."""
+
+    def prepare(self, spans: Sequence[Span]) -> None:
+        """Announces that `read` is about to be called for these spans, in this order."""
+
+    def read(self, span: Span) -> bytes:
+        """Returns the bytes of a span, fewer if the tar ends before. Tries again for some time if that fails.
+
+        OSError if the storage fails.
+        """
+
+
+class LocalTars:
+    """Tars in a folder. Forked workers may share those that are open, because `pread` has no position in the file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root: str | Path = folder
+        self.folder = folder
+        self._files: dict[str, BinaryIO] = {}
+        self._lock = threading.Lock()
+
+    def path(self, tar: str) -> str:
+        return str(self.folder / tar)
+
+    def sizes(self, tars: Sequence[str]) -> dict[str, int] | None:
         found: dict[str, int] = {}
         for tar in tars:
             path = self.folder / tar
@@ -337,34 +355,30 @@ class LocalTars:
                 found[tar] = path.stat().st_size
         return found
 
-    def is_slow(self, tar: str) -> bool:
-        """Whether reads of a tar wait for an answer, so that many should wait at once."""
-        return False
+    def prepare(self, spans: Sequence[Span]) -> None:
+        """Does nothing: the kernel reads ahead."""
 
     def read(self, span: Span) -> bytes:
-        """Returns the bytes of a span, fewer if the tar ends before. Tries again for some time if that fails.
-
-        WrongAnswer if a storage that works does not give these bytes, another OSError if it fails.
-        """
         return retry_io(lambda: self._read_at(span))
 
     def _read_at(self, span: Span) -> bytes:
         """Reads from a tar. After an error it is opened again, because an open file of NFS may be stale."""
+        file = self._file(span.tar)
         try:
-            file = self._file(span.tar)
             return os.pread(file.fileno(), span.size, span.offset)
         except OSError:
-            if span.tar in self._files:
-                with suppress(OSError):
-                    self._files.pop(span.tar).close()
+            with self._lock:
+                if self._files.get(span.tar) is file:
+                    del self._files[span.tar]
             raise
 
     def _file(self, tar: str) -> BinaryIO:
+        """Returns an open tar. It is closed when no thread reads it any more, and it has left `_files`."""
         with self._lock:
             if tar not in self._files:
                 if len(self._files) >= MAX_OPEN:
                     oldest = next(iter(self._files))
-                    del self._files[oldest]  # it is closed when no thread reads it any more
+                    del self._files[oldest]
                 self._files[tar] = open(self.folder / tar, "rb", buffering=0)
             return self._files[tar]
 
@@ -372,7 +386,8 @@ class LocalTars:
 class TarImages(EncodedImages):
     """The images of an index, whose tars lie in `storage`.
 
-    ValueError if the index is damaged, or if a tar is missing or has another size than when it was indexed.
+    ValueError if the index is damaged or leads out of a tar or folder, or if a tar is missing or has another size than
+    when it was indexed.
     """
 
     num_checked = 16
@@ -380,7 +395,7 @@ class TarImages(EncodedImages):
     def __init__(
         self,
         index: Path,
-        storage: LocalTars,
+        storage: TarStorage,
         notes: Sequence[str] = (),
         in_chans: int = 3,
         use_pillow: bool = False,
@@ -389,7 +404,6 @@ class TarImages(EncodedImages):
         self.rows, self.content = read_index(index)
         self.index = index
         self.storage = storage
-        self._ahead = ReadAhead(self._read, {})
         self.packed = self.content["packed"]
         self.tars = [Path(tar["name"]).name for tar in self.content["tars"]]
         self.tar_sizes: list[int] = [tar["size"] for tar in self.content["tars"]]
@@ -408,20 +422,13 @@ class TarImages(EncodedImages):
         names = names.view(f"S{names.shape[1]}")[:, 0]
         notes = [*self.content["notes"], *notes]
         classes = self.content["classes"]
+        check_rows(self.rows, names, self.tar_sizes, len(classes), index)
         super().__init__(storage.root, names, self.rows["label"], classes, notes, in_chans, use_pillow, invalid)
 
     def fingerprint(self) -> str:
         if self.packed and self.packed["quality"]:  # other pixels under the same names
             return f"{super().fingerprint()}-q{self.packed['quality']}"
         return super().fingerprint()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy in another process maps the index by itself. Labels travel if `use_classes` has changed them."""
-        state = {name: getattr(self, name) for name in ("notes", "in_chans", "use_pillow", "invalid", "pixel_format")}
-        if self.classes != self.content["classes"]:
-            state["classes"] = self.classes
-            state["labels"] = self.labels
-        return TarImages, (self.index, self.storage), state
 
     def path(self, i: int) -> str:
         return f"{self.storage.path(self.span(i).tar)}: {os.fsdecode(bytes(self.names[i]))}"
@@ -436,26 +443,36 @@ class TarImages(EncodedImages):
             checksum = int(self.rows[CHECKSUM][i])
         return Span(self.tars[number], offset, size, self.tar_sizes[number], checksum)
 
-    @contextmanager
-    def reading_ahead(self, indices: Sequence[int]) -> Iterator[None]:
-        slow = [i for i in indices if self.storage.is_slow(self.span(i).tar)]
-        sizes = {i: self.span(i).size for i in slow}
-        with ReadAhead(self._read, sizes) as self._ahead:
-            yield
+    def prepare(self, indices: Sequence[int]) -> None:
+        self.storage.prepare([self.span(i) for i in indices])
 
     def read(self, i: int) -> bytes:
-        return self._ahead.take(i)
-
-    def _read(self, i: int) -> bytes:
         span = self.span(i)
-        try:
-            data = self.storage.read(span)
-        except WrongAnswer as error:
-            raise ImageError(f"{self.path(i)!r} cannot be read: {error.strerror}") from error
+        data = self.storage.read(span)
         problem = objection(span, data)
         if problem:
             raise ImageError(f"{self.path(i)!r} cannot be read: {problem}; copy or pack it again")
         return data
+
+
+def check_rows(rows: Rows, names: np.ndarray, tar_sizes: Sequence[int], num_classes: int, index: Path) -> None:
+    """ValueError if a row leads out of its tar, its classes or its folder. An index may come from others."""
+    tar = rows["tar"]
+    offset = rows["offset"]
+    size = rows["size"]
+    label = rows["label"]
+    is_known = (tar >= 0) & (tar < len(tar_sizes))
+    num_bytes = np.append(tar_sizes, 0)[np.where(is_known, tar, -1)]  # of the tar of each image
+    is_inside = (offset >= 0) & (size >= 0) & (size <= num_bytes - offset)
+    has_class = (label >= 0) & (label < max(1, num_classes))
+    is_absolute = np.char.startswith(names, b"/")
+    wrong = np.flatnonzero(~(is_known & is_inside & has_class) | is_absolute).tolist()
+    for i in np.flatnonzero(np.char.find(names, b"..") >= 0).tolist():
+        if leads_out(PurePosixPath(os.fsdecode(names[i]))):
+            wrong.append(i)
+    if wrong:
+        row = f"row {wrong[0]}, {os.fsdecode(names[wrong[0]])!r}, leads out of its tar, classes or folder"
+        raise ValueError(f"{str(index)!r} is not a valid index of tars: {row}; pack again")
 
 
 def open_tars(

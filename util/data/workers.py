@@ -1,9 +1,13 @@
 """How DataLoader workers live and die: they ignore the signals that the trainer handles, and never outlive it."""
 
 import atexit
+import ctypes
+import math
+import multiprocessing
 import os
 import signal
 import threading
+import time
 import weakref
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
@@ -13,6 +17,22 @@ from util.parent import signal_if_parent_dies
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 NICENESS = 10  # of workers beside a GPU
 _workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+_signal_time = ctypes.c_double(math.inf)
+
+
+def expect_signal() -> None:
+    """Makes `time_of_signal` known to the workers that this process forks from now on, which ignore signals."""
+    global _signal_time
+    _signal_time = multiprocessing.RawValue(ctypes.c_double, math.inf)
+
+
+def note_signal() -> None:
+    _signal_time.value = min(_signal_time.value, time.monotonic())
+
+
+def time_of_signal() -> float:
+    """Returns when the trainer got a signal that ends the run, by `time.monotonic`; infinity if it got none."""
+    return _signal_time.value
 
 
 def ignore_in_worker(_: int | None) -> None:

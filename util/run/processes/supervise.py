@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from util.data.workers import SIGNALS
+from util.data.workers import SIGNALS, expect_signal, note_signal
 from util.run.cli import ERROR, LOG, TEMPORARY
 
 
@@ -58,6 +58,7 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         """Installs the handlers."""
+        expect_signal()
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 # nohup starts programs with HUP ignored, which stays so.
@@ -71,6 +72,7 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        note_signal()
         if self.name is None:
             self.name = signal.Signals(number).name
         elif number != signal.SIGINT:

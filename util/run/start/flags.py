@@ -124,21 +124,6 @@ def add_data_flags(group: FlagGroup) -> None:
         help="root of the data; CIFAR is downloaded to it if it is not there; for hf also a name on the Hub; packed "
         "shards may lie behind a URL",
     )
-    flag(
-        "--data_cache",
-        changes="nothing",
-        per_process=True,
-        metavar="DIR",
-        help="folder on a local disk to which the shards behind a URL are copied while they are read",
-    )
-    flag(
-        "--data_cache_gb",
-        changes="nothing",
-        type=float,
-        default=200.0,
-        above=0,
-        help="gigabytes of shards in --data_cache; those used longest ago leave first",
-    )
     flag("--image_column", changes="nothing", help="only for hf: column of the images (default: the only one)")
     flag(
         "--label_column",

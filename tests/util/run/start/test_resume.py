@@ -140,7 +140,7 @@ COMMON = {
     "rounding": "attention compile device",
     "split": "accum_iter batch_size",
 }
-IMAGE_FLAGS = "image_column label_column data_cache data_cache_gb"
+IMAGE_FLAGS = "image_column label_column"
 DENSE = "all_valid eval eval_every finetune num_pictures epochs"
 OWN = {
     "main_pretrain": ("", f"{IMAGE_FLAGS} pretrained teacher picture_every knn_every knn_train", ""),
@@ -189,7 +189,6 @@ def test_paths_and_workers_may_differ_between_the_processes_of_a_start():
     rules = main_pretrain.get_args_parser().rules
     assert {name for name, rule in rules.items() if rule.per_process} == {
         "data_path",
-        "data_cache",
         "num_workers",
         "teacher",
     }

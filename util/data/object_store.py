@@ -1,0 +1,69 @@
+"""Files of object storage and others, by fsspec, with the credentials that the library of each protocol finds."""
+
+import errno
+import os
+from collections.abc import Callable
+from typing import Any
+
+import fsspec
+
+from util.data.remote import MAX_READS, joined
+from util.urls import redact
+
+PACKAGES = {"s3": ": pip install s3fs", "gs": ": pip install gcsfs", "az": ": pip install adlfs"}
+
+
+class ObjectStore:
+    """See `Store`. ValueError if a package is missing."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        scheme = url.partition("://")[0]
+        try:
+            fsspec.get_filesystem_class(scheme)
+        except (ImportError, ValueError) as error:  # a missing package, an unknown protocol
+            advice = PACKAGES.get(scheme, "")
+            raise ValueError(f"--data_path {url!r} cannot be read: {error}{advice}") from error
+        # By process: a forked one must neither use nor close the connections of its parent.
+        self._systems: dict[int, tuple[Any, str]] = {}  # (file system, folder in it)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_systems": {}}
+
+    def sizes(self, folder: str) -> dict[str, int] | None:
+        files = self._try(lambda system, root: system.ls(joined(root, folder), detail=True))
+        return {file["name"].rpartition("/")[2]: file["size"] for file in files}
+
+    def read(self, name: str, offset: int, size: int, file_size: int | None = None) -> bytes:
+        if size == 0:
+            return b""
+        data = self._try(lambda system, root: system.cat_file(joined(root, name), start=offset, end=offset + size))
+        if len(data) != size:
+            raise OSError(errno.EIO, f"{self.url}/{name}: {len(data)} bytes came instead of {size}")
+        return data
+
+    def _try(self, work: Callable[[Any, str], Any]) -> Any:
+        """Calls `work(file system, root)`. Libraries have errors of their own, which become an OSError."""
+        try:
+            return work(*self._open())
+        except FileNotFoundError as error:
+            raise OSError(errno.ENOENT, f"{self.url}: there is no {redact(str(error))}") from error
+        except Exception as error:
+            number = errno.EIO
+            if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
+                number = errno.EACCES
+            raise OSError(number, f"{self.url}: {type(error).__name__}: {redact(str(error))}") from error
+
+    def _open(self) -> tuple[Any, str]:
+        process = os.getpid()
+        if process not in self._systems:
+            options: dict[str, Any] = {"skip_instance_cache": True}
+            if self.url.startswith("s3:"):
+                options["config_kwargs"] = {"max_pool_connections": MAX_READS}
+            self._systems.setdefault(process, fsspec.core.url_to_fs(self.url, **options))
+        return self._systems[process]
+
+
+def open_store(url: str) -> ObjectStore:
+    """Returns the files below a URL of fsspec. ValueError if it has no such protocol, or if a package is missing."""
+    return ObjectStore(url)
