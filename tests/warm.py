@@ -130,7 +130,6 @@ def _child(command, environment, output):
     torch.set_num_threads(1)
     # As in a program that was not started by multiprocessing:
     multiprocessing.process._parent_process = None
-    multiprocessing.set_start_method("fork", force=True)
     sys.argv = command[1:] if command[0] == "-m" else command
     try:
         if command[0] == "-m":

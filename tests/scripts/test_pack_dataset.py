@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import pickle
 import re
 import shlex
 import shutil
@@ -419,16 +418,6 @@ def test_packed_shards_are_read_as_a_whole(packed):
     shutil.copy(shard, packed / "other.tar")
     with pytest.raises(ValueError, match=r"move away tars that are not in it \(other\.tar\)"):
         open_images("folder", packed.parent)
-
-
-def test_a_copy_for_another_process_maps_the_index_by_itself(packed):
-    images = open_images("folder", packed.parent, use_pillow=True)
-    data = pickle.dumps(images)
-    other = pickle.loads(data)
-    assert len(data) < 1000
-    assert other.use_pillow
-    assert other.read(7) == images.read(7)
-    assert other.labels.tolist() == images.labels.tolist()
 
 
 def test_rows_are_mapped_not_copied(packed):

@@ -64,13 +64,16 @@ class Loader:
         self.workers: set[BaseProcess] = set()
         self.stream: Iterator[Any] | None = None
         ahead = None
+        context = None
         if num_workers > 0:
             ahead = batches_ahead(batch_bytes, num_workers)
+            context = "fork"  # workers share the names and labels of all images, and start without importing torch
         self.source = torch.utils.data.DataLoader(
             dataset,
             batch_sampler=addresses,
             collate_fn=ShareBatch(collate),
             num_workers=num_workers,
+            multiprocessing_context=context,
             pin_memory=for_gpu,
             prefetch_factor=ahead,
             worker_init_fn=begin_beside_gpu if for_gpu else ignore_in_worker,

@@ -302,7 +302,7 @@ def test_a_stale_handle_is_replaced_before_the_next_try(tmp_path, monkeypatch):
     slept = []
 
     def faulty(descriptor, size, offset):
-        if not stale.closed and descriptor == stale.fileno():
+        if descriptor == stale.fileno():
             raise OSError(errno.ESTALE, "Stale file handle")
         return pread(descriptor, size, offset)
 
@@ -310,7 +310,7 @@ def test_a_stale_handle_is_replaced_before_the_next_try(tmp_path, monkeypatch):
     monkeypatch.replace_in(images_module, "time.sleep", slept.append)
     assert images.read(1) == photo(1)
     assert slept == [0.1]
-    assert stale.closed
+    assert images.storage._file("train.tar") is not stale
     monkeypatch.replace_in(tars, "os.pread", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(OSError, match="Input/output error"):  # for good
         images.read(0)
@@ -379,6 +379,47 @@ def test_a_broken_index_is_made_again(tmp_path, capsys, change):
     open_tars([path])
     assert count_indexing(capsys) == 1
     assert index.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("tar", 1),
+        ("tar", -1),
+        ("label", 2),
+        ("label", -1),
+        ("offset", -1),
+        ("offset", 2**62),
+        ("size", -1),
+        ("size", 2**62),
+        ("name", b"../../x.jpg"),
+        ("name", b"a/../x.jpg"),
+        ("name", b"/etc/x.jpg"),
+    ],
+)
+def test_rows_of_an_index_do_not_lead_out_of_tar_classes_or_folder(tmp_path, column, value):
+    path = webdataset(tmp_path / "train.tar", [0, 1])
+    index = index_of(path)
+    images = TarImages(index, LocalTars(tmp_path))
+    rows = {**images.rows, "name": images.names.astype("S20")}
+    rows = {name: values.copy() for name, values in rows.items()}
+    rows["name"][0] = b"a..b.jpg"  # no way out
+    write_index(index, rows, images.content)
+    assert len(TarImages(index, LocalTars(tmp_path))) == 2
+    rows[column][1] = value
+    write_index(index, rows, images.content)
+    with pytest.raises(ValueError, match="row 1"):
+        TarImages(index, LocalTars(tmp_path))
+
+
+def test_a_failing_read_does_not_close_the_file_of_another_thread(tmp_path, monkeypatch):
+    images = open_tars([webdataset(tmp_path / "train.tar", [0, 1])])
+    file = images.storage._file("train.tar")
+    monkeypatch.replace_in(tars, "os.pread", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+    with pytest.raises(OSError):
+        images.storage._read_at(images.span(0))
+    assert not file.closed
+    assert images.storage._file("train.tar") is not file
 
 
 def test_an_index_does_not_lead_out_of_its_folder(tmp_path):
