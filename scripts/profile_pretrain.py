@@ -39,7 +39,7 @@ from util.attention import CHOICES, prefer
 from util.data.transforms import Normalize
 from util.run.cli import Parser, check_recipe, parse_with_recipe, prepare_file, run_program, user_errors
 from util.run.processes.distributed import PRECISIONS, precision
-from util.run.processes.supervise import StopSignal
+from util.run.processes.supervise import StopSignal, Watchdog
 from util.run.train.logging import RunLog
 from util.run.train.loop import TrainLoop
 from util.run.train.step_graphs import WARM_UP, StepGraphs
@@ -74,6 +74,7 @@ class Step:
             learning_rate=lambda step, lr_scale: 1e-4,
             log=RunLog("", 0, 0, enabled=False),
             stop=StopSignal(device),
+            watchdog=Watchdog(3600, 3600),
             graphs=StepGraphs(optimizer, device) if args.cuda_graph else None,
             images_per_step=args.batch_size,
             steps_per_epoch=NEVER,

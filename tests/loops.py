@@ -11,7 +11,7 @@ from models_vit import vit_micro_patch4
 from tests.test_framework_contract import build
 from util.data.transforms import Normalize
 from util.run.processes.distributed import precision
-from util.run.processes.supervise import StopSignal
+from util.run.processes.supervise import StopSignal, Watchdog
 from util.run.train.loop import TrainLoop
 
 
@@ -96,6 +96,7 @@ def a_driver(model, optimizer, learning_rate, precision_name="fp32", device="cpu
     settings = dict(
         log=SilentLog(),
         stop=StopSignal(torch.device(device)),
+        watchdog=Watchdog(600, 600),
         images_per_step=8,
         steps_per_epoch=25,
         last_step=100,

@@ -1,7 +1,6 @@
 """The loop of pre-training: optimizer steps, accumulation, reports, and steps that are not finite."""
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -502,23 +501,6 @@ def test_a_report_is_one_all_reduce_and_names_the_rank_that_waits_longest_for_da
 
 
 # ------------------------------------------------------------------------------------------------------------- waiting
-
-
-def test_a_process_that_waits_for_the_device_says_so():
-    """On a GPU that is where it waits for other processes."""
-    driver = a_loop()
-    told = []
-    driver.loop.watchdog = SimpleNamespace(heartbeat=lambda step, activity: told.append(activity))
-    seen = []
-
-    def agreed(num_asked):
-        seen.append(told[-1])
-        return False
-
-    driver.loop.stop = SimpleNamespace(agreed=agreed)
-    assert not driver.loop.should_stop()
-    assert seen == [supervise.DEVICE]
-    assert told[-1] == supervise.BETWEEN
 
 
 def _stops_in_work(rank):

@@ -26,7 +26,6 @@ from util.data.datasets import AddressedDataset, stack
 from util.data.loader import Loader
 from util.data.transforms import Squash
 from util.run.cli import FlagGroup
-from util.run.processes.supervise import DATA, FORWARD
 from util.run.train.loader import TrainLoader
 from util.run.train.loop import TrainLoop
 from util.run.train.training import Training
@@ -128,9 +127,7 @@ def compute_maps(
     with closing(loader) as batches:
         for first in range(0, share, batch_size):
             loop.stop_if_asked()
-            loop.heartbeat(DATA)
             imgs = next(batches)[0].to(device, non_blocking=True)
-            loop.heartbeat(FORWARD)
             with loop.autocast():
                 attention = model.cls_attention(loop.normalize(imgs))
             gathered = gather_on_rank0(mean_over_heads(attention).half())

@@ -24,7 +24,7 @@ IMAGES_PER_QUESTION = 8  # at least; where images differ in size, ranks that ask
 
 
 def nothing() -> None:
-    """Stands for the heartbeat of a program that no watchdog watches, and for its signals, which end it."""
+    """Stands for the question of a program that signals end at once."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,6 @@ class EvalContext:
 
     normalize: turns images as stored into normalised float images. It is on the device of the model.
     autocast: context manager for the forward pass.
-    heartbeat: called before each batch, so that a run's watchdog knows that this process works.
     stop_if_asked: called equally often on all ranks; it raises an exception on all if a signal asks one to stop.
     """
 
@@ -41,7 +40,6 @@ class EvalContext:
     autocast: Autocast
     batch_size: int
     num_workers: int
-    heartbeat: Callable[[], None] = nothing
     stop_if_asked: Callable[[], None] = nothing
 
     @property
@@ -61,7 +59,6 @@ def context_of_training(training: "Training") -> EvalContext:
         autocast=training.loop.autocast,
         batch_size=training.plan.batch_size,
         num_workers=training.plan.num_workers,
-        heartbeat=training.heartbeat,
         stop_if_asked=training.loop.stop_if_asked,
     )
 
@@ -110,7 +107,6 @@ def evaluation_batches(
     batches_apart = math.ceil(IMAGES_PER_QUESTION / context.batch_size)
     try:
         for number in range(most_batches(len(indices), context)):
-            context.heartbeat()
             if number % batches_apart == 0:
                 context.stop_if_asked()
             if number < len(addresses):  # other ranks may have one more

@@ -26,7 +26,7 @@ from util.data.images import FolderImages
 from util.data.transforms import Normalize, RandomResizedCropFlip, Squash
 from util.run.files.search import list_checkpoints
 from util.run.processes.distributed import precision
-from util.run.processes.supervise import StopSignal
+from util.run.processes.supervise import StopSignal, Watchdog
 from util.run.train.loop import TrainLoop
 
 # Four epochs of three steps, with new maps after each of the first three.
@@ -84,6 +84,7 @@ def a_loop():
     options = dict(
         log=SilentLog(),
         stop=StopSignal(device),
+        watchdog=Watchdog(600, 600),
         images_per_step=4,
         steps_per_epoch=3,
         last_step=9,

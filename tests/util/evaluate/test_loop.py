@@ -1,4 +1,4 @@
-"""Batches of an evaluation: which images a process sees, when it is heard."""
+"""Batches of an evaluation: which images a process sees, when it asks for signals."""
 
 import multiprocessing
 from contextlib import nullcontext
@@ -52,13 +52,6 @@ def test_the_processes_see_each_image_once_in_full_batches(dataset, monkeypatch,
             assert label == expected_label
         seen += share
     assert sorted(seen) == list(range(num_images))
-
-
-def test_the_heartbeat_comes_before_each_batch(dataset):
-    events = []
-    for _ in evaluation_batches(dataset, range(5), context(2, heartbeat=lambda: events.append("heartbeat"))):
-        events.append("batch")
-    assert events == ["heartbeat", "batch"] * 3
 
 
 @pytest.mark.parametrize("num_images", [1, 2, 7, 8, 9, 24])

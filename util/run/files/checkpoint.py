@@ -16,7 +16,7 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,13 +43,11 @@ def save_checkpoint(
     state: Mapping[str, Any],
     meta: Mapping[str, Any],
     keep: bool = False,
-    on_write: Callable[[], None] | None = None,
 ) -> Path:
     """Writes the checkpoint of `step` and its sidecar, and returns the checkpoint's path.
 
     state: tensors and plain values. meta: `CheckpointInfo.to_json()`. keep: mark the checkpoint in its sidecar, so that
-    it is never pruned. A `step` "best" is a name of its own, which is never counted as a step. on_write: called after
-    each piece that is written.
+    it is never pruned. A `step` "best" is a name of its own, which is never counted as a step.
 
     Raises OSError, which names the file, if a write fails, for example on a full disk. Then no partial file is left and
     older checkpoints are unchanged.
@@ -57,7 +55,7 @@ def save_checkpoint(
     path = Path(output_dir) / file_name(step)
     with replaced_file(path.with_suffix(".json"), durable=True) as sidecar:
         with replaced_file(path, durable=True) as weights:  # the inner one is renamed first
-            with HashedFile(weights, on_write) as file:
+            with HashedFile(weights) as file:
                 _write_weights(file, {**state, "meta": json.dumps(meta)})
             _write_sidecar(sidecar, file.size, file.digest.hexdigest(), meta, keep)
             sync(sidecar)  # now both are complete
@@ -67,12 +65,11 @@ def save_checkpoint(
 class HashedFile(io.FileIO):
     """A new file that computes size and SHA-256 of what is written to it, from the first byte to the last.
 
-    It is synced each SYNC_BYTES, so that what is told to `on_write` is on the disk, and the last sync is short.
+    It is synced each SYNC_BYTES, so that the last sync is short.
     """
 
-    def __init__(self, path: Path, on_write: Callable[[], None] | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__(path, "w")
-        self.on_write = on_write
         self.size = 0
         self.digest = hashlib.sha256()
 
@@ -85,8 +82,6 @@ class HashedFile(io.FileIO):
         self.size += len(rest)
         while rest:
             rest = rest[super().write(rest) :]
-        if self.on_write is not None:
-            self.on_write()
         return len(data)
 
 

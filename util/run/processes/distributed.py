@@ -86,7 +86,7 @@ def init_process(device: str = "auto", timeout_minutes: float = 30, join_timeout
         timer.start()
     try:
         with Watchdog(join_timeout, join_timeout, rank) as watchdog:
-            watchdog.heartbeat(None, waiting)
+            watchdog.heartbeat(waiting)
             join_group(process, timeout_minutes, port_is_given)
     finally:
         timer.cancel()

@@ -7,9 +7,9 @@ sends INT, and HUP when it is closed. The handlers print a line and set a flag. 
 so they all-reduce the flag every step, and read the result one step later. Work between steps does so every batch, and
 is dropped by the exception `Stopped`.
 
-Each process has a watchdog. Without progress for `timeout` seconds, it prints its stacks and what it is doing, and
-exits with code 75. torchrun or SLURM's requeue then restarts the run from its last checkpoint. A process that waits in
-a collective says so; the one that all wait for says something else. Of several processes, the set-up is watched, too.
+Each process has a watchdog. Without progress for `timeout` seconds, it prints its stacks and its phase, and exits with
+code 75. torchrun or SLURM's requeue then restarts the run from its last checkpoint. A process that waits in a
+collective says so; the one that all wait for does not. Of several processes, the set-up is watched, too.
 """
 
 import faulthandler
@@ -128,23 +128,15 @@ class StopSignal:
 
 # ------------------------------------------------------------------------------------------------------------- watchdog
 
-# What a process does in a step.
-DATA = "waiting for data"
-FORWARD = "in the forward pass"
-BACKWARD = "in the backward pass or waiting for other processes"
-DEVICE = "waiting for the device, which may wait for other processes"
-SAVING = "waiting for a checkpoint to be written"
-BETWEEN = "between two steps"
-TRACE = "nccl-trace-"  # name of a file, before the rank
-DUMP_SECONDS = 10.0
-PULSE = 5.0  # seconds between two looks, at most
-NATIVE_MARGIN = 120.0  # seconds that native code may hold the GIL after the limit
-SETUP_TIMEOUT = 1800.0  # seconds of a phase; rank 0 may have to download or index a data set meanwhile
+SETUP_TIMEOUT = 1800.0  # seconds of a phase of the set-up, such as the index of a data set, and of a save
 COMPILE_TIMEOUT = 3600.0  # seconds; a large model takes tens of minutes where no cache has it
+PULSE = 5.0  # seconds between two looks, at most
+WRITE_SECONDS = 10.0  # for the line in the log
+NATIVE_MARGIN = 120.0  # seconds that a launch on a GPU may hold the GIL after the limit
 
 
 def first_timeout(dist_timeout: float, compiles: bool) -> float:
-    """Returns the time-out of what may have to compile: the first steps, the first evaluation."""
+    """Returns the time-out of the first steps, which may have to compile."""
     if compiles:
         return max(dist_timeout, COMPILE_TIMEOUT)
     return dist_timeout
@@ -158,8 +150,8 @@ def collective_timeout(dist_timeout: float, compiles: bool) -> float:
 class Watchdog(threading.Thread):
     """Context manager: ends this process if `heartbeat` is not called for `limit` seconds after its first call.
 
-    `limit` is `first` until `end_first_steps`, and in `first_time`; else it is `timeout`. In the set-up it is longer.
-    folder: gets a file about the last collectives of NCCL.
+    `limit` is `first` until `end_first_steps`, then `timeout`; longer in the set-up and in a save. folder: of the log
+    that gets the reason.
     """
 
     def __init__(self, timeout: float, first: float, rank: int = 0, folder: Path | None = None) -> None:
@@ -169,68 +161,41 @@ class Watchdog(threading.Thread):
         self.limit = first
         self.rank = rank
         self.folder = folder
-        self.known: set[object] = set()
-        self.step: int | None = None
-        self.activity = ""
-        self.since: float | None = None
+        self.phase = ""
+        self.since: float | None = None  # the last heartbeat
         self.stopped = threading.Event()
 
-    def heartbeat(self, step: int | None, activity: str) -> None:
-        """Tells what this process begins to do, in an optimizer step or outside. Cheap: three assignments."""
-        self.step = step
-        self.activity = activity
+    def heartbeat(self, phase: str) -> None:
+        """Tells what this process begins to do. Cheap: two assignments."""
+        self.phase = phase
         self.since = time.monotonic()
 
     def begin_phase(self, name: str) -> None:
         """Tells what the set-up does next. A single process is not watched: it may load data for hours."""
         if dist.is_initialized():
             self.limit = max(SETUP_TIMEOUT, self.timeout)
-            self.heartbeat(None, f"setting up: {name}")
+            self.heartbeat(f"setting up: {name}")
 
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """Context of the training. It is watched from its first heartbeat on."""
-        self.since = None
+    def begin_training(self) -> None:
+        """Ends the set-up."""
+        self.heartbeat("beginning to train")
         self.limit = self.first
-        try:
-            yield
-        finally:
-            self.since = None
 
     def end_first_steps(self) -> None:
         """Tells that all processes have made a whole step."""
         self.limit = self.timeout
 
     @contextmanager
-    def first_time(self, work: object) -> Iterator[None]:
-        """Context of `work` between steps, such as an evaluation. It has more time when it is done for the first time.
-
-        All processes must have ended it when the context ends.
-        """
-        before = self.limit
-        if work not in self.known:
-            self.known.add(work)
-            self.limit = self.first
-        try:
-            yield
-        finally:
-            self.limit = before
-
-    @contextmanager
     def saving(self) -> Iterator[None]:
-        """Context of waiting until a checkpoint is written. Rank 0, which writes, is heard while its write gets on.
-
-        The others wait for it without a word, for half an hour at most.
-        """
+        """Context of waiting until a checkpoint is written."""
         before = self.limit
-        if self.rank > 0:
-            self.limit = max(before, SETUP_TIMEOUT)
-        self.heartbeat(self.step, SAVING)
+        self.limit = max(before, SETUP_TIMEOUT)
+        self.heartbeat("waiting for a checkpoint to be written")
         try:
             yield
         finally:
+            self.heartbeat("between two steps")
             self.limit = before
-        self.heartbeat(self.step, BETWEEN)
 
     def __enter__(self) -> "Watchdog":
         self.start()
@@ -252,21 +217,13 @@ class Watchdog(threading.Thread):
                 continue
             if was_suspended:  # the whole process was, so its timer restarts
                 self.since = now
-            # Native code that holds the GIL stops this thread, but not faulthandler's timer.
-            faulthandler.dump_traceback_later(self._seconds_left() + self._native_margin(), exit=True, file=2)
+            if dist.is_initialized() and dist.get_backend() == "nccl":
+                # When a GPU hangs, launches of compiled code hold the GIL as soon as the GPU's queue is full. That
+                # stops this thread, but not faulthandler's timer.
+                faulthandler.dump_traceback_later(self._seconds_left() + NATIVE_MARGIN, exit=True, file=2)
             if self._seconds_left() == 0:
                 self._end_process()
         faulthandler.cancel_dump_traceback_later()
-
-    def _native_margin(self) -> float:
-        """Returns how much longer than the limit this thread may stand still.
-
-        When a GPU hangs, launches of compiled code hold the GIL as soon as the GPU's queue is full. Elsewhere the
-        thread most often stands still because the process is suspended.
-        """
-        if _uses_nccl():
-            return NATIVE_MARGIN
-        return 4 * self.limit
 
     def _seconds_left(self) -> float:
         if self.since is None:
@@ -274,25 +231,16 @@ class Watchdog(threading.Thread):
         return max(0.0, self.since + self.limit - time.monotonic())
 
     def _end_process(self) -> None:
-        place = f"process {self.rank} on {socket.gethostname()}"
-        reason = f"made no progress for {self.limit:g} s: it is {self.activity}"
-        if self.step is not None:
-            reason += f", step {self.step + 1}"
+        reason = f"process {self.rank} on {socket.gethostname()} made no progress for {self.limit:g} s: {self.phase}"
         if _is_in_collective():
             reason += ", and waits for other processes"
-        print_error(f"{_all_stacks()}{place} {reason}; exit code {TEMPORARY}")
+        print_error(f"{_all_stacks()}{reason}; exit code {TEMPORARY}")
         if self.folder is not None and self.rank == 0:
-            _write_in_time(write_error_to_log, self.folder, f"{place} {reason}")
-        if self.folder is not None and _uses_nccl():
-            _write_in_time(dump_collectives, self.folder / f"{TRACE}{self.rank}")
+            # In a thread: the disk may be what hangs.
+            writer = threading.Thread(target=write_error_to_log, args=(self.folder, reason), daemon=True)
+            writer.start()
+            writer.join(WRITE_SECONDS)
         os._exit(TEMPORARY)
-
-
-def _write_in_time(write: Callable[..., None], *args: object) -> None:
-    """Calls `write` in a thread, and waits for a few seconds at most: the disk may be what hangs."""
-    writer = threading.Thread(target=write, args=args, daemon=True)
-    writer.start()
-    writer.join(DUMP_SECONDS)
 
 
 def write_error_to_log(folder: Path, message: str) -> None:
@@ -302,17 +250,6 @@ def write_error_to_log(folder: Path, message: str) -> None:
         if (folder / LOG).exists():
             with open(folder / LOG, "a", encoding="utf-8", errors="replace") as file:
                 file.write(line)
-
-
-def dump_collectives(path: Path) -> None:
-    """Writes the last collectives of this process, for `torchfrtrace`, as NCCL's time-out would, which comes later."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)  # private: other versions may lack it
-    if dump is not None:
-        path.write_bytes(dump())
-
-
-def _uses_nccl() -> bool:
-    return dist.is_initialized() and dist.get_backend() == "nccl"
 
 
 def _is_in_collective() -> bool:

@@ -22,7 +22,7 @@ from util.addressed import STEP, addressed_seed
 from util.collectives import all_reduce_sum, rank_and_world_size
 from util.data.transforms import Normalize
 from util.run.processes.distributed import DeviceCopies, Precision, memory_scalars
-from util.run.processes.supervise import BACKWARD, BETWEEN, DATA, DEVICE, FORWARD, Stopped, StopSignal, Watchdog
+from util.run.processes.supervise import Stopped, StopSignal, Watchdog
 from util.run.train.logging import RunLog
 from util.run.train.step_graphs import StepGraphs
 from util.text import duration, rate
@@ -193,6 +193,7 @@ class TrainLoop:
     learning_rate: Callable[..., float]
     log: RunLog
     stop: StopSignal
+    watchdog: Watchdog
     images_per_step: int
     steps_per_epoch: int
     last_step: int
@@ -204,7 +205,6 @@ class TrainLoop:
     listener: ReportListener | None = None
     hosts: Sequence[str] = ()
     measures: list[Callable[[dict[str, Any]], dict[str, float]]] = field(default_factory=list)
-    watchdog: Watchdog | None = None
     graphs: StepGraphs | None = None
     step: int = 0  # number of optimizer steps done, over all starts of the run
     losses: dict[str, torch.Tensor] = field(default_factory=dict)  # of the current step, summed over micro-batches
@@ -259,9 +259,8 @@ class TrainLoop:
 
         Tensors go to the device. Numbers that only the host needs, such as sizes, are not tensors and stay.
         """
-        self.heartbeat(DATA)
+        self.watchdog.heartbeat(f"step {self.step + 1}")
         batch = self.clock.next(batches)
-        self.heartbeat(FORWARD)
         self.num_micro = micro + 1
         self.seed_draws(self.step, micro)
         on_device = []
@@ -292,14 +291,12 @@ class TrainLoop:
             compute(model, batch, micro, self)
             return
         self.graphs.run_pass(compute, model, batch, micro, self)
-        self.heartbeat(BACKWARD)
 
     def scaled_loss(self, losses: dict[str, torch.Tensor], micro: int) -> torch.Tensor:
         """Returns the scalar whose `backward()` gives this micro-batch's share of the gradient. Logs `losses`.
 
         `1 + 0 * total` turns a loss that is not finite into NaN gradients on all ranks, so that all skip the step.
         """
-        self.heartbeat(BACKWARD)
         for name, loss in losses.items():
             share = loss.detach() / self.accum_iter
             if name in self.losses:
@@ -340,11 +337,10 @@ class TrainLoop:
         """Counts the step and reports if it is time."""
         self.meter.add(self.losses, grad_norm)
         self.clock.num_steps += 1
-        self.heartbeat(BETWEEN)
         self.step += 1
         self.num_micro = 0
         self.log.advance()
-        if self.watchdog is not None and self.step == self.first_step + 3:
+        if self.step == self.first_step + 3:
             self.watchdog.end_first_steps()  # `agreed` after the second one has waited for all processes' first one
         epoch_ends = self.step % self.steps_per_epoch == 0
         is_due = self.step % self.print_freq == 0 or epoch_ends
@@ -353,16 +349,16 @@ class TrainLoop:
 
     def should_stop(self) -> bool:
         """Whether all ranks have agreed to stop after this step because of a signal."""
-        self.heartbeat(DEVICE)
         self.has_stopped = self.clock.agreed(self.stop, self.num_asked)
-        self.heartbeat(BETWEEN)
         return self.has_stopped
 
     def stop_if_asked(self) -> None:
         """Raises Stopped on all ranks if one was asked to stop in work between steps.
 
-        All ranks must call it equally often, such as once a batch. Only this call exchanges their flags there.
+        All ranks must call it equally often, such as once a batch. Only this call exchanges their flags there, and
+        tells the watchdog that the process works.
         """
+        self.watchdog.heartbeat(f"between two steps, after step {self.step}")
         self.num_asked = all_reduce_sum(self.stop.flag())
         if self.should_stop():
             raise Stopped
@@ -373,7 +369,6 @@ class TrainLoop:
 
     def exchange(self) -> ReportSums:
         """Sums over the ranks all that a report needs, in one all-reduce, and waits for it. All ranks must call it."""
-        self.heartbeat(DEVICE)
         rank, world_size = rank_and_world_size()
         numbers: list[float] = []
         if self.listener is not None:
@@ -505,11 +500,6 @@ class TrainLoop:
         if "mfu" in scalars:
             line += f", MFU {scalars['mfu']:.0%}"
         return line, values
-
-    def heartbeat(self, activity: str) -> None:
-        """Tells the watchdog what this process begins to do."""
-        if self.watchdog is not None:
-            self.watchdog.heartbeat(self.step, activity)
 
 
 def _total(means: dict[str, float | None]) -> float | None:

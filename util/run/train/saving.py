@@ -8,7 +8,6 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +21,13 @@ from util.run.files import checkpoint, search
 from util.run.files.lock import FolderLock
 from util.run.files.record import CheckpointInfo
 from util.run.files.reports import write_progress
-from util.run.processes.supervise import SAVING
+from util.run.processes.supervise import SETUP_TIMEOUT
 from util.run.start.folder import Start
 from util.run.start.plan import RunSchedule
 from util.run.train.loop import TrainLoop
 
 UNSAVED_SECONDS = 60.0  # of training that may be lost if the process is killed in work between steps
 MAX_FAILURES = 3  # this many saves in a row that fail end the run
-PULSE = 1.0  # seconds between two looks at a write that is waited for
 
 
 class FolderLost(OSError):
@@ -98,7 +96,6 @@ class CheckpointSaver:
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.writing: Write | None = None  # on rank 0, until `join` has seen how it ended
         self.began = time.monotonic()  # the last save
-        self.moved = self.began  # the thread has written something
         self.has_checkpoint = self.start.continues_here
         self.num_failures = 0  # saves in a row
 
@@ -113,13 +110,13 @@ class CheckpointSaver:
     def is_time(self) -> bool:
         """Whether `save_minutes` have passed since the last save, and no write is in flight. For rank 0.
 
-        It also reports a write that has failed since. It is time, too, if that was the first one, and if a write does
-        not get on: then `save` waits for it, and so does the watchdog.
+        It also reports a write that has failed since. It is time, too, if that was the first one, and if a write takes
+        half an hour: then `save` waits for it, and so does the watchdog.
         """
         if not self.save_minutes:
             return False
         if self.writing is not None and not self.writing.outcome.done():
-            return self.loop.watchdog is not None and time.monotonic() - self.moved > self.loop.watchdog.timeout
+            return time.monotonic() - self.began > SETUP_TIMEOUT
         self.join()
         if self.num_failures > 0 and not self.has_checkpoint:
             return True
@@ -173,7 +170,7 @@ class CheckpointSaver:
         self.began = time.monotonic()
         run_on_rank0(lambda: self.begin_write(step, self.copies.take(state)))
         if must_succeed:
-            with self.waiting():
+            with self.loop.watchdog.saving():
                 run_on_rank0(lambda: self.join(required=True))
         if is_new_folder:
             raise FolderLost(f"{str(self.output_dir)!r} was deleted while the run went on; step {step} is saved there")
@@ -220,13 +217,11 @@ class CheckpointSaver:
         info = self.info.at_step(step, self.schedule.steps_per_epoch)
         needed_steps = [*self.steps_since_newest_good(), step]
         outcome = self.thread.submit(self.write_and_prune, step, state, info, needed_steps)
-        self.moved = time.monotonic()
         self.writing = Write(checkpoint.file_name(step), needed_steps, outcome)
 
     def begin_write_of_best(self, state: Mapping[str, Any], info: CheckpointInfo) -> None:
         """Lets the thread write `state` as checkpoint-best.pth. For rank 0."""
         outcome = self.thread.submit(self.write_best, state, info)
-        self.moved = time.monotonic()
         self.writing = Write(checkpoint.file_name("best"), self.saved_steps, outcome)
 
     def steps_since_newest_good(self) -> list[int]:
@@ -241,7 +236,7 @@ class CheckpointSaver:
         self, step: int, state: Mapping[str, Any], info: CheckpointInfo, needed_steps: Sequence[int]
     ) -> str:
         """For the thread. Returns a warning for the log, or "". OSError if the write fails."""
-        checkpoint.save_checkpoint(self.output_dir, step, state, info.to_json(), self.is_kept(step), self.note_progress)
+        checkpoint.save_checkpoint(self.output_dir, step, state, info.to_json(), self.is_kept(step))
         write_progress(self.output_dir, step)
         try:
             checkpoint.prune_checkpoints(self.output_dir, needed_steps)
@@ -251,19 +246,15 @@ class CheckpointSaver:
 
     def write_best(self, state: Mapping[str, Any], info: CheckpointInfo) -> str:
         """For the thread. Returns "", since nothing is pruned. OSError if the write fails."""
-        checkpoint.save_checkpoint(self.output_dir, "best", state, info.to_json(), False, self.note_progress)
+        checkpoint.save_checkpoint(self.output_dir, "best", state, info.to_json())
         return ""
-
-    def note_progress(self) -> None:
-        """For the thread, which has written something."""
-        self.moved = time.monotonic()
 
     def join(self, required: bool = False) -> None:
         """Waits on this rank until the write in flight is complete. If it has failed, logs or raises its error."""
         if self.writing is None:
             return
         writing = self.writing
-        self.wait_for(writing.outcome)
+        wait([writing.outcome])
         self.writing = None
         try:
             warning = writing.outcome.result()
@@ -278,15 +269,6 @@ class CheckpointSaver:
             self.num_failures = 0
         if warning:
             self.loop.log.info(warning)
-
-    def wait_for(self, outcome: Future[str]) -> None:
-        """Waits until the thread is ready. The watchdog hears of each piece that it has written meanwhile."""
-        moved = self.moved
-        while not outcome.done():
-            wait([outcome], timeout=PULSE)
-            if self.moved != moved and self.loop.watchdog is not None:
-                self.loop.watchdog.heartbeat(self.loop.step, SAVING)
-            moved = self.moved
 
     def describe_failure(self, file: str, error: OSError) -> OSError:
         """Returns the error of a write that ends the run, which says what is lost."""
@@ -303,14 +285,8 @@ class CheckpointSaver:
 
     def finish(self) -> None:
         """Waits on all ranks, which must call it, until the write in flight is complete."""
-        with self.waiting():
+        with self.loop.watchdog.saving():
             run_on_rank0(self.join)
-
-    def waiting(self) -> AbstractContextManager:
-        """Context of waiting for a write, so that the watchdog does not end it."""
-        if self.loop.watchdog is None:
-            return nullcontext()
-        return self.loop.watchdog.saving()
 
     def __enter__(self) -> "CheckpointSaver":
         return self
@@ -326,7 +302,7 @@ class CheckpointSaver:
             self.save(final=True)
         if kind is FloatingPointError:
             self.finish()
-        with self.waiting():
+        with self.loop.watchdog.saving():
             self.join()
         self.thread.shutdown()
 

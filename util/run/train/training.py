@@ -26,7 +26,7 @@ from util.run.files.lock import remove_created
 from util.run.files.record import CheckpointInfo
 from util.run.files.reports import set_aside_earlier_run, write_json
 from util.run.processes.distributed import precision, shut_down
-from util.run.processes.supervise import BETWEEN, Stopped, StopSignal
+from util.run.processes.supervise import Stopped, StopSignal
 from util.run.start.plan import RunSchedule
 from util.run.start.run import Run, RunFacts
 from util.run.train.ending import end_after_signal, finish_run, refuse_training_error
@@ -232,7 +232,8 @@ class Training:
         summary: Callable[[], Sequence[str]],
     ) -> bool:
         loop = self.loop
-        with self.watchdog.training(), self.stop, self.saver, self.profile:
+        self.watchdog.begin_training()
+        with self.stop, self.saver, self.profile:
             # An earlier start may have been stopped or killed before it did what was due at its last step.
             all_done = self._run_due(between)
             while not loop.has_ended():
@@ -262,13 +263,11 @@ class Training:
                 continue
             if self.loop.has_stopped:
                 return False
-            self.heartbeat()  # from now on it is watched, also before the first step of a start
             if collectives.run_on_rank0(self.saver.is_behind):
                 self.saver.save()
             try:
-                with self.watchdog.first_time(type(work)):
-                    self.loop.stop_if_asked()
-                    work.perform()
+                self.loop.stop_if_asked()
+                work.perform()
             except Stopped:
                 return False
             self.loop.clock.restart()  # it does not count as training
@@ -307,10 +306,6 @@ class Training:
         """
         epoch, rest = divmod(self.loop.step, self.loop.steps_per_epoch)
         return every > 0 and rest == 0 and (epoch % every == 0 or self.loop.step == self.schedule.num_steps)
-
-    def heartbeat(self) -> None:
-        """Tells the watchdog that this process works, for example once per image of an evaluation."""
-        self.watchdog.heartbeat(self.loop.step - 1, BETWEEN)
 
     def progress(self) -> str:
         """Returns, for example, "for 100 steps on 24 images", and how to go on if --max_steps ended the run early."""

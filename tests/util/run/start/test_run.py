@@ -15,7 +15,7 @@ from util.run.files import search
 from util.run.files.checkpoint import save_checkpoint
 from util.run.processes.distributed import Process
 from util.run.start import run as run_module
-from util.run.train import loop, wrap
+from util.run.train import loop
 from util.run.train.loop import TrainLoop
 from util.run.train.training import Training
 
@@ -87,30 +87,6 @@ def test_a_signal_in_the_last_step_leaves_what_is_due_to_the_next_start(photos, 
     assert 6 not in evaluated_steps()
     assert main_pretrain.main(command) is True
     assert evaluated_steps()[-1] == 6
-
-
-def test_with_compile_the_first_steps_and_the_first_evaluation_may_take_an_hour(photos, tmp_path, monkeypatch):
-    begin_step = TrainLoop.begin_step
-    heartbeat = Training.heartbeat
-    limits = []  # whenever the work or its limit changes
-
-    def note(work, watchdog):
-        if limits[-1:] != [(work, watchdog.limit)]:
-            limits.append((work, watchdog.limit))
-
-    def step(training_loop, number):
-        note("step", training_loop.watchdog)
-        begin_step(training_loop, number)
-
-    def evaluate(training):
-        note("kNN", training.watchdog)
-        heartbeat(training)
-
-    monkeypatch.setattr(wrap, "compile_parts", lambda model: None)
-    monkeypatch.setattr(TrainLoop, "begin_step", step)
-    monkeypatch.setattr(Training, "heartbeat", evaluate)
-    pretrain(photos, tmp_path, "--compile", "--knn_every", 1, "--picture_every", 0)
-    assert limits == [("kNN", 3600), ("step", 3600), ("kNN", 600), ("step", 600), ("kNN", 600)]
 
 
 def test_while_a_run_trains_cudnn_measures_its_kernels_and_garbage_collection_skips_the_set_up(

@@ -43,7 +43,7 @@ def a_saver(folder, model=None, step=0, keep_every=1000, rank=0, world_size=1, l
         step=0,
         last_step=100,
         num_micro=0,
-        watchdog=None,
+        watchdog=Watchdog(600, 600),
         meter=Meter(CPU),
         device=CPU,
         log=Log(),
@@ -140,7 +140,7 @@ def test_a_copy_of_a_gpus_state_is_pinned_and_complete():
 def test_a_save_by_time_is_left_out_while_another_is_written(tmp_path, gate):
     saver = a_saver(tmp_path, step=1, save_minutes=1)
     saver.save()
-    saver.began -= 3600
+    saver.began -= 600
     saver.loop.step = 2
     assert not saver.is_time()
     gate.set()
@@ -279,48 +279,18 @@ def test_a_missing_permission_stays_one(tmp_path, monkeypatch):
 
 
 def test_a_write_that_hangs_is_waited_for_at_the_next_report(tmp_path, gate, monkeypatch):
-    """Then the watchdog, which hears nothing, ends the process."""
+    """Then the watchdog ends the process."""
     now = [0.0]
     monkeypatch.replace_in(saving, "time.monotonic", lambda: now[0])
     saver = a_saver(tmp_path, save_minutes=1)
-    saver.loop.watchdog = Watchdog(timeout=600, first=600)
     saver.loop.step = 3
     saver.save()
-    now[0] = 599.0
+    now[0] = 1799.0
     assert not saver.is_time()
-    now[0] = 601.0
+    now[0] = 1801.0
     assert saver.is_time()
     gate.set()
     saver.join()
-
-
-def test_the_watchdog_hears_a_slow_write_that_gets_on(tmp_path, monkeypatch):
-    heard = threading.Event()
-    saver = a_saver(tmp_path, step=3)
-    saver.loop.watchdog = Watchdog(timeout=600, first=600)
-    monkeypatch.setattr(saver.loop.watchdog, "heartbeat", lambda step, activity: heard.set())
-    monkeypatch.setattr(saving, "PULSE", 0.1)
-
-    def save_slowly(folder, step, state, meta, keep, on_write):
-        while not heard.is_set():
-            on_write()
-
-    monkeypatch.setattr(checkpoint, "save_checkpoint", save_slowly)
-    saver.begin_write(3, {})
-    saver.join()  # it would not come back
-
-
-def test_each_piece_of_a_checkpoint_that_is_written_is_told(tmp_path):
-    sizes = []
-    path = tmp_path / ".checkpoint-1.tmp"
-
-    def note():
-        sizes.append(path.stat().st_size)
-
-    with checkpoint.HashedFile(path, note) as file:
-        torch.save({"a": torch.zeros(2000), "b": torch.zeros(1000)}, file)
-    assert sizes == sorted(sizes)
-    assert len(set(sizes)) > 2
 
 
 @pytest.mark.parametrize(
