@@ -7,8 +7,11 @@ from typing import Any, TypeVar
 
 import models_vit
 from util import collectives
+from util.data.images import EncodedImages
 from util.data.invalid_pixels import InvalidPixels
+from util.data.open import refuse_other_data
 from util.data.transforms import Size
+from util.lazy import LazyModule
 from util.run.cli import FlagGroup, Parser, describe_warmup
 from util.run.files.record import INVALID_SETTINGS, without_marks
 from util.run.start.flags import (
@@ -23,6 +26,8 @@ from util.run.start.flags import (
 )
 from util.run.start.plan import Plan, RunSchedule
 from util.text import count_of
+
+survey = LazyModule("util.data.survey")  # of --check_data
 
 # {name of an encoder: its sizes}
 SIZES: dict[str, dict[str, Any]] = {
@@ -225,7 +230,7 @@ def schedule_by_iterations(
 
 # -------------------------------------------------------------------------------------------------------------- data
 
-Images = TypeVar("Images")
+Images = TypeVar("Images", bound=EncodedImages)
 
 
 def marks_of_invalid(settings: Mapping[str, Any]) -> InvalidPixels:
@@ -248,28 +253,24 @@ def settings_of_images(settings: Mapping[str, Any], args: argparse.Namespace, gi
     return chosen
 
 
-def open_everywhere(open_split: Callable[[], Images], split: str, max_bad_fraction: float = 0.0) -> Images:
-    """Opens a split on all ranks, which share the check of its files. ValueError on all ranks if one of them fails.
+def open_everywhere(args: argparse.Namespace, split: str, open_split: Callable[[], Images]) -> Images:
+    """Opens and checks a split on all ranks. ValueError on all ranks if one of them fails.
 
-    Of a validation split, all files are checked, and none may be bad. max_bad_fraction: of the training images.
+    Of a validation split, no image may be bad.
     """
-    is_val = split != "train"
-    if is_val:
-        max_bad_fraction = 0.0
+    max_bad_fraction = 0.0
+    if split == "train":
+        max_bad_fraction = args.max_bad_fraction
 
-    def open_and_check() -> Any:
-        images: Any = open_split()
-        rank, world_size = collectives.rank_and_world_size()
-        images.check(max_bad_fraction, is_val, rank, world_size)
+    def open_and_check() -> Images:
+        images = open_split()
+        images.check(max_bad_fraction)
         return images
 
     images = collectives.run_everywhere(open_and_check)
-    facts = {
-        "number of images": len(images),
-        "names and labels": images.fingerprint(),
-        "channels and depth": str(images.pixel_format),
-    }
-    collectives.refuse_differences(facts, f"{split} data")
+    refuse_other_data(images, split)
+    if args.check_data:
+        survey.report_split(split, images)
     return images
 
 

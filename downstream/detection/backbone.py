@@ -7,7 +7,8 @@ pre-trained, apart from the windows.
 import math
 
 import torch
-from timm.layers import DropPath, Mlp
+from timm.layers import DropPath, LayerNorm2d, Mlp
+from timm.models.vision_transformer_sam import window_partition, window_unpartition
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -93,28 +94,7 @@ def pad_width(x: Tensor, width: int) -> Tensor:
     return F.pad(x, (0, width - x.shape[-1]))
 
 
-def window_partition(x: Tensor, side: int) -> Tensor:
-    """Cuts maps [B, H, W, C] into windows [B * n, side, side, C], with zeros added at the bottom and the right."""
-    height, width = x.shape[1:3]
-    x = F.pad(x, (0, 0, 0, -width % side, 0, -height % side))
-    x = x.unflatten(2, (-1, side))
-    x = x.unflatten(1, (-1, side))  # [B, rows, side, columns, side, C]
-    return x.transpose(2, 3).flatten(0, 2)
-
-
-def window_unpartition(windows: Tensor, size: Grid) -> Tensor:
-    """Joins windows [B * n, side, side, C] into maps [B, *size, C], the inverse of `window_partition`."""
-    height, width = size
-    side = windows.shape[1]
-    rows = math.ceil(height / side)
-    columns = math.ceil(width / side)
-    x = windows.unflatten(0, (-1, rows, columns))
-    x = x.transpose(2, 3)  # [B, rows, side, columns, side, C]
-    x = x.flatten(3, 4).flatten(1, 2)
-    return x[:, :height, :width]
-
-
-class DetBlock(nn.Module):
+class MapBlock(nn.Module):
     """Pre-norm Transformer block on maps [B, H, W, C]. window_size: side of its windows; 0: attention is global.
 
     Padded places of a window are zeros after the norm, and they are keys, as in detectron2.
@@ -142,8 +122,8 @@ class DetBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
         if self.window_size:
-            windows = window_partition(y, self.window_size)
-            y = window_unpartition(self.attn(windows), x.shape[1:3])
+            windows, padded_size = window_partition(y, self.window_size)
+            y = window_unpartition(self.attn(windows), self.window_size, x.shape[1:3], padded_size)
         else:
             y = self.attn(y)
         x = x + self.drop_path(y)
@@ -196,7 +176,7 @@ class ViTDet(nn.Module):
             side = window_size
             if i in self.global_blocks:
                 side = 0
-            self.blocks.append(DetBlock(embed_dim, num_heads, mlp_ratio, rate, self.map_size, side))
+            self.blocks.append(MapBlock(embed_dim, num_heads, mlp_ratio, rate, self.map_size, side))
         self.norm: nn.Module = nn.Identity()  # of `forward_features`
         init_weights(self)
 
@@ -240,20 +220,6 @@ def check_multiple(name: str, size: int, num_patches: int, patch_size: int) -> N
         raise ValueError(f"--{name} {size} must be a multiple of {step}, with patches of {patch_size} pixels")
 
 
-class ChannelNorm(nn.Module):
-    """LayerNorm over the channels of maps [B, C, H, W], at each place."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(channels))
-        self.bias = nn.Parameter(torch.zeros(channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.permute(0, 2, 3, 1)
-        x = F.layer_norm(x, self.weight.shape, self.weight, self.bias, eps=1e-6)
-        return x.permute(0, 3, 1, 2)
-
-
 def double(width: int) -> nn.ConvTranspose2d:
     """Returns the layer that doubles the resolution and halves the channels."""
     return nn.ConvTranspose2d(width, width // 2, kernel_size=2, stride=2)
@@ -263,9 +229,9 @@ def lateral(width: int, channels: int) -> list[nn.Module]:
     """Returns the last layers of a level of the pyramid."""
     return [
         nn.Conv2d(width, channels, kernel_size=1, bias=False),
-        ChannelNorm(channels),
+        LayerNorm2d(channels),
         nn.Conv2d(channels, channels, kernel_size=3, padding=1, bias=False),
-        ChannelNorm(channels),
+        LayerNorm2d(channels),
     ]
 
 
@@ -276,7 +242,7 @@ class SimpleFeaturePyramid(nn.Module):
         super().__init__()
         quadruple = [
             double(dim),
-            ChannelNorm(dim // 2),
+            LayerNorm2d(dim // 2),
             nn.GELU(),
             double(dim // 2),
         ]

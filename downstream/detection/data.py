@@ -17,17 +17,16 @@ from torch.nn import functional as F
 from torchvision.ops import masks_to_boxes
 
 from downstream.common import scaled_size
-from downstream.detection.annotations import read_coco
+from downstream.detection.annotations import count_beyond, read_coco
 from downstream.detection.masks import decode_mask
-from downstream.image_files import read_formats
 from util.addressed import AUGMENT, addressed_numbers
-from util.data.folders import count_images, note_unread
-from util.data.images import ImageError, ImageFiles, evenly_spaced
+from util.data.images import ImageError, ImageFiles
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels, resize_valid
+from util.data.pixel_format import Header
 from util.data.transforms import Size, mirror, resize
 from util.text import count_of, list_shares, shorten
 
-Batch = Sequence[Any]  # of `PadAndStack`
+DetectionBatch = Sequence[Any]  # of `PadAndStack`
 
 
 class Annotation(NamedTuple):
@@ -58,8 +57,8 @@ class CocoImages(ImageFiles):
     categories: [(id, name)] in the order of the ids. A label is a category's place in it, counted from 1.
     num_objects, num_masks: how many annotations are no crowds, and how many of them have a segmentation.
 
-    ValueError if the file is missing, is not of this format, contradicts itself or has no objects. ImageError, from
-    `check` and `load`, if an image is missing, unreadable or of another size than in the file.
+    ValueError for a file that `read_coco` refuses or that has no objects. ImageError, from `check` and `load`, if an
+    image is missing, unreadable or of another size than in the file.
     """
 
     def __init__(
@@ -74,35 +73,30 @@ class CocoImages(ImageFiles):
         content = read_coco(self.json_path)
         if not Path(image_root).is_dir():
             raise ValueError(f"{str(image_root)!r}, the folder of the images of {str(json_path)!r}, does not exist")
-        self.categories: list[tuple[int, str]] = []
-        for category in sorted(content["categories"], key=lambda category: category["id"]):
-            name = category.get("name", category["id"])
-            self.categories.append((category["id"], str(name)))
+        categories = sorted(content["categories"], key=lambda category: category["id"])
+        self.categories = [(category["id"], str(category.get("name", category["id"]))) for category in categories]
         annotated = group_by_image(content, [category_id for category_id, _ in self.categories])
         images = sorted(content["images"], key=lambda image: image["id"])
         notes = []
-        self.ignored: set[str] = set()  # names of files without objects
+        num_beyond = count_beyond(content)
+        if num_beyond:
+            notes.append(f"boxes that reach beyond their image are cut: {num_beyond}")
         if training:
-            notes = leave_out_untrainable(annotated)
+            notes += leave_out_untrainable(annotated)
             with_objects = [image for image in images if annotated[image["id"]]]
             if len(with_objects) < len(images):
                 notes.append(f"images without objects ignored: {len(images) - len(with_objects)}")
-            self.ignored = {image["file_name"] for image in images if not annotated[image["id"]]}
             images = with_objects
         samples = [(image["file_name"], 0) for image in images]
         super().__init__(image_root, samples, classes=[], notes=notes, in_chans=in_chans, invalid=invalid)
+        if not training:
+            self.num_checked = len(images)  # an evaluation fails after hours
         self.ids = np.array([image["id"] for image in images], np.int64)
         sizes = [(image["height"], image["width"]) for image in images]
         self.sizes = np.array(sizes, np.int64)
-        self.num_objects = 0
-        self.num_masks = 0
-        for image in images:
-            for annotation in annotated[image["id"]]:
-                if annotation.is_crowd:
-                    continue
-                self.num_objects += 1
-                if annotation.segmentation is not None:
-                    self.num_masks += 1
+        objects = [annotation for image in images for annotation in annotated[image["id"]] if not annotation.is_crowd]
+        self.num_objects = len(objects)
+        self.num_masks = sum(annotation.segmentation is not None for annotation in objects)
         if not self.num_objects:
             raise ValueError(f"{str(json_path)!r} has no image with an object")
         # Bytes in one array, which forked workers share.
@@ -125,55 +119,39 @@ class CocoImages(ImageFiles):
             f"shorter sides of the boxes: {np.median(sides):.1f} px in the median",
         ]
 
-    def check(self, max_bad_fraction: float = 0.0, all_sizes: bool = False, rank: int = 0, world_size: int = 1) -> None:
-        """Looks for all images in their folders, compares sizes with those in the JSON file, and formats.
-
-        Each rank reads a share of the headers. With `all_sizes`, the ranks together read all headers, otherwise
-        `num_checked` evenly spaced ones. ImageError if more than `max_bad_fraction` of them are bad, or if an image is
-        missing.
-        """
-        if rank == 0:
-            self.refuse_missing()
-        num_checked = len(self)
-        if not all_sizes:
-            num_checked = min(self.num_checked, len(self))
-        indices = evenly_spaced(len(self), num_checked).tolist()
-        formats = read_formats(self, self.refuse_size, indices[rank::world_size], max_bad_fraction)
+    def check(self, max_bad_fraction: float = 0.0) -> None:
+        """As `EncodedImages.check`. ImageError, too, if images are missing."""
+        self.refuse_missing()
         super().check(max_bad_fraction)
-        self.one_format({self.pixel_format: 0} | formats)
+
+    def read_header(self, i: int) -> Header:
+        pixels, size = super().read_header(i)
+        self.refuse_size(i, size)
+        return pixels, size
 
     def refuse_missing(self) -> None:
-        """ImageError if images are not in their folder. Notes files there that the JSON file does not name."""
+        """ImageError if images are not in their folder."""
         names = [os.fsdecode(name) for name in self.names.tolist()]
         present: set[str] = set()
         for folder in {os.path.dirname(name) for name in names}:  # listing is faster than a look at each file
             path = os.path.join(self.root, folder)
             if os.path.isdir(path):
                 present.update(os.path.join(folder, file) for file in os.listdir(path))
-        # A file may have another spelling in the listing, for example on file systems that ignore case.
-        absent = [name for name in names if name not in present]
-        missing = [name for name in absent if not os.path.exists(os.path.join(self.root, name))]
+        missing = [name for name in names if name not in present]
         if missing:
             raise ImageError(
                 f"{len(missing)} of {len(names)} images of {str(self.json_path)!r} are not in {str(self.root)!r}: "
                 f"{shorten(missing)}"
             )
-        if not absent:
-            unread = count_images(sorted(present.difference(names, self.ignored)))
-            self.notes += note_unread(unread, f" in {str(self.root)!r}, which {self.json_path.name} does not name")
 
     def refuse_size(self, i: int, size: Size) -> None:
         """ImageError unless image i has the (height, width) `size` in the JSON file."""
         height, width = self.sizes[i].tolist()
-        if size == (height, width):
-            return
-        hint = ""
-        if size == (width, height):
-            hint = "; its EXIF orientation, if it has one, is ignored: save it upright"
-        raise ImageError(
-            f"{self.path(i)!r} has {size[1]} x {size[0]} pixels, but {width} x {height} in "
-            f"{str(self.json_path)!r}{hint}"
-        )
+        if size != (height, width):
+            raise ImageError(
+                f"{self.path(i)!r} has {size[1]} x {size[0]} pixels, but {width} x {height} in "
+                f"{str(self.json_path)!r} (EXIF orientations are ignored)"
+            )
 
     def annotations(self, i: int) -> list[Annotation]:
         """Returns the objects of image i."""
@@ -426,7 +404,7 @@ class PadAndStack:
     def __init__(self, side: int) -> None:
         self.side = side
 
-    def __call__(self, samples: Sequence[tuple]) -> Batch:
+    def __call__(self, samples: Sequence[tuple]) -> DetectionBatch:
         transformed: list[DetectionSample] = [sample[0] for sample in samples]
         sizes = [tuple(sample.img.shape[-2:]) for sample in transformed]
         counts = [len(sample.labels) for sample in transformed]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from downstream.detection.annotations import read_coco
-from downstream.detection.data import Batch, CocoImages, PadAndStack, ResizeForDetection
+from downstream.detection.data import CocoImages, DetectionBatch, PadAndStack, ResizeForDetection
 from downstream.detection.metrics import average_precision
 from downstream.detection.objects import DetectedObject, annotated_objects, coco_results, detections_in_image
 from downstream.detection.pictures import ShownImage, draw_pictures
@@ -29,7 +29,7 @@ def pad_with_zeros(imgs: Tensor, sizes: Sequence[Size]) -> Tensor:
     return imgs
 
 
-def split_targets(batch: Batch) -> tuple[list[Size], list[dict[str, Tensor]]]:
+def split_targets(batch: DetectionBatch) -> tuple[list[Size], list[dict[str, Tensor]]]:
     """Returns (sizes, targets) of the images of a batch. Targets have masks if the batch has one for each object."""
     _, sizes, counts, boxes, labels, masks = batch
     has_masks = len(masks) == len(labels)
@@ -45,7 +45,7 @@ def split_targets(batch: Batch) -> tuple[list[Size], list[dict[str, Tensor]]]:
     return sizes, targets
 
 
-def train_iterations(model: nn.Module, batches: Iterator[Batch], steps: range, loop: TrainLoop) -> None:
+def train_iterations(model: nn.Module, batches: Iterator[DetectionBatch], steps: range, loop: TrainLoop) -> None:
     """Makes the optimizer steps `steps`. A signal ends them earlier.
 
     model: `model(imgs, sizes, targets) -> {name: loss}`. batches: micro-batches from `steps.start` on.
@@ -98,7 +98,7 @@ def tensors_of(outputs: Any) -> Iterator[Tensor]:
         yield from tensors_of(output)
 
 
-def detect(model: nn.Module, batch: Batch, size: Size, context: EvalContext) -> list[DetectedObject]:
+def detect(model: nn.Module, batch: DetectionBatch, size: Size, context: EvalContext) -> list[DetectedObject]:
     """Returns the objects that a model in eval mode detects in the only image of a batch, in pixels of that image.
 
     size: its (height, width) before it was resized.

@@ -34,7 +34,6 @@ from util.data.images import check_splits
 from util.data.statistics import normalizer
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
-from util.lazy import LazyModule
 from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
 from util.run.start.plan import Plan, check_same
 from util.run.start.run import Run, RunFacts
@@ -42,8 +41,6 @@ from util.run.train.loader import TrainLoader
 from util.run.train.training import Training
 from util.text import count_of, shorten
 from util.urls import local_path
-
-survey = LazyModule("util.data.survey")  # of --check_data
 
 PROGRAM = "main_detection.py"
 PICTURE = "detections.png"
@@ -174,10 +171,7 @@ def open_split(args: argparse.Namespace, split: str, settings: Mapping[str, Any]
         in_chans=settings["in_chans"],
         invalid=common.marks_of_invalid(settings),
     )
-    images = common.open_everywhere(open_images, split)
-    if args.check_data:
-        survey.report_split(split, images)
-    return images
+    return common.open_everywhere(args, split, open_images)
 
 
 def check_categories(categories: Sequence[Sequence[Any]], images: CocoImages, owner: str) -> None:

@@ -1,5 +1,6 @@
 """Average precision of COCO, by faster-coco-eval."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,28 +40,24 @@ def average_precision(
 
 
 def complete_truth(truth: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a truth whose annotations have unique ids from 1 on, an area and `iscrowd`. COCO's own areas are kept.
+    """Returns a copy whose annotations have unique ids from 1 on, an area and `iscrowd`. COCO's own areas are kept.
 
     A crowd without a segmentation gets its box, inside which detections are ignored.
     """
+    completed = copy.deepcopy(dict(truth))  # the evaluator writes into it
     sizes = {image["id"]: (image["height"], image["width"]) for image in truth["images"]}
-    annotations = []
-    for number, annotation in enumerate(truth["annotations"], 1):
-        completed = {"iscrowd": 0, **annotation, "id": number}
-        segmentation = annotation.get("segmentation")
+    for number, annotation in enumerate(completed["annotations"], 1):
+        annotation["id"] = number
+        annotation.setdefault("iscrowd", 0)
         x, y, width, height = annotation["bbox"]
-        right = x + width
-        bottom = y + height
-        if completed.get("area") is None:
-            completed["area"] = width * height
+        segmentation = annotation.get("segmentation")
+        if annotation.get("area") is None:
+            annotation["area"] = width * height
             if segmentation:
-                rows, columns = sizes[annotation["image_id"]]
-                code = mask_code(segmentation, rows, columns)
-                completed["area"] = float(coco_masks().area(code))
-        if completed["iscrowd"] and not segmentation:
-            completed["segmentation"] = [[x, y, right, y, right, bottom, x, bottom]]
-        annotations.append(completed)
-    # The evaluator writes into images and categories: it gets copies.
-    images = [dict(image) for image in truth["images"]]
-    categories = [dict(category) for category in truth["categories"]]
-    return {"images": images, "categories": categories, "annotations": annotations}
+                code = mask_code(segmentation, *sizes[annotation["image_id"]])
+                annotation["area"] = float(coco_masks().area(code))
+        if annotation["iscrowd"] and not segmentation:
+            right = x + width
+            bottom = y + height
+            annotation["segmentation"] = [[x, y, right, y, right, bottom, x, bottom]]
+    return completed

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.detection.anchor_utils import AnchorGenerator
@@ -19,13 +20,13 @@ from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
 from torchvision.ops import roi_align
 
 from downstream.common import SIZES
-from downstream.detection.backbone import ChannelNorm, SimpleFeaturePyramid, ViTDet
+from downstream.detection.backbone import SimpleFeaturePyramid, ViTDet
 
 BOX_GRID = 7  # side of the features of a box
 MASK_GRID = 14  # side of the features of a mask
 
 Target = dict[str, Tensor]  # boxes [n, 4], labels int64 [n] from 1 on, masks uint8 [n, H, W]
-Detections = dict[str, Tensor]  # boxes [n, 4], labels [n], scores [n], masks [n, 28, 28]: probabilities in a box
+DetectedBoxes = dict[str, Tensor]  # boxes [n, 4], labels [n], scores [n], masks [n, 28, 28]: probabilities in a box
 
 
 class AnchorsInFloat32(AnchorGenerator):
@@ -116,7 +117,7 @@ class RoIHeadsL1(RoIHeads):
         proposals: list[Tensor],
         sizes: list[tuple[int, int]],
         targets: list[Target] | None = None,
-    ) -> tuple[list[Detections], dict[str, Tensor]]:
+    ) -> tuple[list[DetectedBoxes], dict[str, Tensor]]:
         """Returns (detections, {}) in eval mode, ([], losses) in training."""
         if not self.training:
             return self.detect(maps, proposals, sizes), {}
@@ -163,7 +164,7 @@ class RoIHeadsL1(RoIHeads):
         numbers = torch.arange(len(labels), device=labels.device)
         return logits[numbers, labels]
 
-    def detect(self, maps: list[Tensor], proposals: list[Tensor], sizes: list[tuple[int, int]]) -> list[Detections]:
+    def detect(self, maps: list[Tensor], proposals: list[Tensor], sizes: list[tuple[int, int]]) -> list[DetectedBoxes]:
         """Returns the detections of each image."""
         logits, offsets = self.predict_boxes(maps, proposals)
         boxes, scores, labels = self.postprocess_detections(logits, offsets, proposals, sizes)
@@ -236,7 +237,7 @@ class Detector(nn.Module):
                 (channels, BOX_GRID, BOX_GRID),
                 conv_layers=[channels] * 4,
                 fc_layers=[4 * channels],
-                norm_layer=ChannelNorm,
+                norm_layer=LayerNorm2d,
             ),
             FastRCNNPredictor(4 * channels, 1 + num_classes),
             fg_iou_thresh=0.5,
@@ -250,7 +251,7 @@ class Detector(nn.Module):
         )
         if masks:
             self.roi_heads.mask_roi_pool = AlignedRoIPool(MASK_GRID, self.patch_size)
-            self.roi_heads.mask_head = MaskRCNNHeads(channels, [channels] * 4, 1, norm_layer=ChannelNorm)
+            self.roi_heads.mask_head = MaskRCNNHeads(channels, [channels] * 4, 1, norm_layer=LayerNorm2d)
             self.roi_heads.mask_predictor = MaskRCNNPredictor(channels, channels, 1 + num_classes)
         self.init_predictors()
 
@@ -268,7 +269,7 @@ class Detector(nn.Module):
                 nn.init.zeros_(layer.bias)
 
     def forward(self, imgs: Tensor, sizes: list[tuple[int, int]], targets: list[Target] | None = None) -> Any:
-        """Returns {name: loss} in training, the Detections of each image in eval mode, in pixels of `imgs`.
+        """Returns {name: loss} in training, the DetectedBoxes of each image in eval mode, in pixels of `imgs`.
 
         imgs: [B, C, S, S], normalised, then padded with zeros at the bottom and the right. sizes: (height, width) of
         each image without the padding.
@@ -291,10 +292,6 @@ class Detector(nn.Module):
         no weight decay.
         """
         top = self.backbone.depth + 1
-        norms = []
-        for name, module in self.named_modules():
-            if isinstance(module, nn.LayerNorm):
-                norms.append(f"{name}.")
         groups: dict[tuple[int, float], dict[str, Any]] = {}
         for name, parameter in self.named_parameters():
             layer = top
@@ -303,7 +300,7 @@ class Detector(nn.Module):
             elif name.startswith("backbone."):
                 layer = 0
             decay = weight_decay
-            if name.startswith(tuple(norms)) or name == "backbone.pos_embed":
+            if name == "backbone.pos_embed" or ".norm1." in name or ".norm2." in name:
                 decay = 0.0
             if (layer, decay) not in groups:
                 groups[layer, decay] = {

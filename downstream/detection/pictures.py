@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
+import torch
+from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
 from downstream.detection.objects import DetectedObject
 from downstream.pictures import default_colors, panel
@@ -12,9 +13,6 @@ from util.pictures import table
 
 MIN_SCORE = 0.5  # of a detection that is shown
 PANEL = 384  # side of an image in a picture, in pixels
-PLATE_HEIGHT = 18
-FONT_SIZE = 14
-BLACK = (0, 0, 0)
 
 
 class ShownImage(NamedTuple):
@@ -30,47 +28,35 @@ def draw_pictures(shown: Sequence[ShownImage], names: Sequence[str]) -> np.ndarr
     rows = []
     for img, truth, detections in shown:
         likely = [detected for detected in detections if (detected.score or 0) >= MIN_SCORE]
-        truth_panel = draw_objects(img, truth, names)
-        detection_panel = draw_objects(img, likely, names)
-        rows.append([truth_panel, detection_panel])
+        rows.append([draw_objects(img, truth, names), draw_objects(img, likely, names)])
     return table(rows, ["truth", f"detections with a score of at least {MIN_SCORE}"])
 
 
 def draw_objects(img: np.ndarray, objects: Sequence[DetectedObject], names: Sequence[str]) -> np.ndarray:
-    """Draws outlines of boxes and masks on uint8 [H, W, 3], names and scores beside them. Returns a panel."""
+    """Draws boxes, masks, names and scores on uint8 [H, W, 3]. Returns a panel."""
+    fitted = panel(img, PANEL)
+    if not objects:
+        return fitted
+    palette = [tuple(color) for color in default_colors(len(names)).tolist()]
+    colors = [palette[detected.label - 1] for detected in objects]
+    labels = []
+    for detected in objects:
+        label = names[detected.label - 1]
+        if detected.score is not None:
+            label += f" {detected.score:.2f}"
+        labels.append(label)
+    picture = torch.from_numpy(fitted.copy()).permute(2, 0, 1)
+    masks = [fit_mask(detected.mask) for detected in objects if detected.mask is not None]
+    if len(masks) == len(objects):
+        picture = draw_segmentation_masks(picture, torch.stack(masks), alpha=0.4, colors=colors)
     scale = PANEL / max(img.shape[:2])
-    colors = default_colors(len(names))
-    picture = Image.fromarray(panel(img, PANEL))
-    draw = ImageDraw.Draw(picture)
-    for box, label, score, mask in objects:
-        name = names[label - 1]
-        color = tuple(colors[label - 1].tolist())
-        corners = [value * scale for value in box]
-        draw.rectangle(corners, outline=color, width=2)
-        if mask is not None:
-            draw_outline(picture, mask, color)
-        if score is not None:
-            name += f" {score:.2f}"
-        left, top, _, _ = corners
-        draw_name(draw, left, top, name, color)
-    return np.asarray(picture)
+    boxes = torch.tensor([detected.box for detected in objects]) * scale
+    picture = draw_bounding_boxes(picture, boxes, labels, colors, width=2, fill_labels=True)
+    return picture.permute(1, 2, 0).numpy()
 
 
-def draw_outline(picture: Image.Image, mask: np.ndarray, color: tuple[int, ...]) -> None:
-    """Draws the pixels around a mask, bool [H, W] of the whole image, on a panel."""
+def fit_mask(mask: np.ndarray) -> torch.Tensor:
+    """Fits a mask, bool [H, W], into a panel, as `panel` does an image."""
     outside = np.where(mask, 0, 255).astype(np.uint8)
     fitted = panel(np.stack([outside] * 3, axis=2), PANEL)
-    is_outside = Image.fromarray(fitted).getchannel(0)
-    grown = is_outside.filter(ImageFilter.MaxFilter(5))
-    outline = ImageChops.subtract(grown, is_outside)
-    picture.paste(color, mask=outline)
-
-
-def draw_name(draw: ImageDraw.ImageDraw, left: float, top: float, text: str, color: tuple[int, ...]) -> None:
-    """Writes `text` on a plate of this colour above a box, or inside it at the upper edge of the picture."""
-    font = ImageFont.load_default(size=FONT_SIZE)
-    plate_top = max(0, top - PLATE_HEIGHT)
-    place = (left + 3, plate_top)
-    plate = draw.textbbox(place, text, font)
-    draw.rectangle(plate, fill=color)
-    draw.text(place, text, BLACK, font)
+    return torch.from_numpy(fitted[:, :, 0] == 0)

@@ -10,8 +10,8 @@ type, whose last channel is the label map. IGNORE marks pixels without a class.
 
 import io
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,17 +21,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from downstream.common import scaled_size
-from downstream.image_files import examine, image_errors, read_formats, read_size
 from util.addressed import AUGMENT, addressed_numbers
-from util.data.decode import has_16_bits, open_image
-from util.data.folders import count_images, count_unread, is_hidden, is_image, note_unread, spelling, split_of
-from util.data.images import ImageError, ImageFiles, evenly_spaced, retry_io
+from util.data.decode import PILLOW_ERRORS, has_16_bits, open_image
+from util.data.folders import list_images, note_unread, spelling, split_of
+from util.data.images import ImageError, ImageFiles, evenly_spaced, read_file
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels, invalid_everywhere, resize_valid
 from util.data.transforms import TRIES, Size, mirror
 from util.text import count_of, shorten
 
 IGNORE = 255
-NUM_CHECKED = 100  # pairs of each split that are read as a whole before training
 NO_CLASS = "no labelled pixel in the {} split: check its label files, --ignore_index and --reduce_zero_label"
 
 
@@ -73,78 +71,24 @@ class LabelValues:
             raise ValueError(f"it holds the values {shorten([str(value) for value in unknown])}; {self.meaning}")
         return classes.astype(np.uint8)
 
-
-@dataclass(frozen=True)
-class LabelCounts:
-    """How many pixels of label files have each value. num_pixels: int64 [256]."""
-
-    values: LabelValues
-    num_files: int
-    num_pixels: np.ndarray
-
-    def plus(self, other: "LabelCounts") -> "LabelCounts":
-        """Returns the counts of both."""
-        return LabelCounts(
-            self.values,
-            num_files=self.num_files + other.num_files,
-            num_pixels=self.num_pixels + other.num_pixels,
-        )
-
-    @property
-    def num_classes_found(self) -> int:
-        """How many classes have pixels."""
-        classes = self.values.table[np.flatnonzero(self.num_pixels)]
+    def count_classes(self, num_pixels: np.ndarray) -> int:
+        """Returns how many classes have pixels. num_pixels: of each value, [256]."""
+        classes = self.table[np.flatnonzero(num_pixels)]
         return int((classes != IGNORE).sum())
 
-    def percent(self, of: np.ndarray | int) -> str:
-        """Returns the share of the pixels with some values."""
-        percent = 100 * self.num_pixels[of].sum() / self.num_pixels.sum()
-        return f"{percent:.1f} %"
-
-    def __str__(self) -> str:
-        """Returns the number of classes that were found, and the share of ignored pixels."""
-        found = f"{self.num_classes_found} of {count_of(self.values.num_classes, 'class')} found"
-        ignored = self.percent(self.values.table == IGNORE)
-        return f"labels of {count_of(self.num_files, 'file')}: {found}, {ignored} of the pixels are ignored"
-
-    def meaning_of(self, value: int) -> str:
-        """Returns what a value stands for."""
-        label = self.values.table[value]
-        if label == IGNORE:
-            return "ignored"
-        if label < 0:
-            return "no class"
-        return f"class {label}"
-
-    def describe(self) -> str:
-        """Returns the shares of all values, and which classes have no pixel."""
-        values = np.flatnonzero(self.num_pixels).tolist()
-        shares = [f"{value} ({self.meaning_of(value)}) {self.percent(value)}" for value in values]
-        text = f"labels of {count_of(self.num_files, 'file')}: {shorten(shares, 50)}"
-        classes = range(self.values.first, self.values.last + 1)
-        absent = [str(value) for value in classes if not self.num_pixels[value]]
+    def describe(self, num_pixels: np.ndarray) -> str:
+        """Returns the shares of the values in words. num_pixels: of each value, [256]."""
+        shares = []
+        for value in np.flatnonzero(num_pixels).tolist():
+            meaning = "ignored"
+            if self.table[value] != IGNORE:
+                meaning = f"class {self.table[value]}"
+            shares.append(f"{value} ({meaning}) {num_pixels[value] / num_pixels.sum():.1%}")
+        text = shorten(shares, 50)
+        absent = [str(value) for value in range(self.first, self.last + 1) if not num_pixels[value]]
         if absent:
             text += f"; no pixel has the values {shorten(absent, 20)}, which are classes"
         return text
-
-    def refuse_one_class(self, split: str) -> None:
-        """ImageError if a single class was found although there should be more. split: for the message."""
-        values = self.values
-        if self.num_classes_found > 1 or values.num_classes == 1:
-            return
-        shares = []
-        for value in np.flatnonzero(self.num_pixels).tolist():
-            shares.append(f"{self.percent(value)} are {value} ({self.meaning_of(value)})")
-        advice = ""
-        if values.first == 1 and self.num_pixels[0]:
-            advice += "if 0 is a class, leave out --reduce_zero_label; "
-        if self.num_pixels[values.ignore_index]:
-            advice += f"if {values.ignore_index}, --ignore_index, is a class, change it in the files to a value from "
-            advice += f"{values.first} to {values.last}; "
-        raise ImageError(
-            f"one of {values.num_classes} classes was found in {count_of(self.num_files, 'label file')} of the {split} "
-            f"split: of the pixels, {', '.join(shares)}; {advice}to go on with one class, give --allow_one_class"
-        )
 
 
 class SegmentationImages(ImageFiles):
@@ -152,6 +96,7 @@ class SegmentationImages(ImageFiles):
 
     in_chans: channels of the images. Images become RGB of 8 bits if it is 3. invalid: what marks invalid pixels; those
     that are invalid in all channels have no class.
+    num_pixels: int64 [256], how many pixels have each value in the label files that `check` has read.
     ValueError if folders or files are missing, if the split is empty, or if an image has no label file or the other way
     round. ImageError, from `check` and `load_sample`, if a file is unreadable, sizes differ, or a value has no class.
     """
@@ -164,78 +109,63 @@ class SegmentationImages(ImageFiles):
         in_chans: int = 3,
         invalid: InvalidPixels = ALL_VALID,
     ) -> None:
+        self.split = split
         self.values = values
+        self.num_pixels = np.zeros(256, np.int64)
         image_root = find_split(Path(data_path) / "images", split)
         self.label_root = find_split(Path(data_path) / "annotations", split)
-        images, others = files_by_stem(image_root, is_image)
-        notes = note_unread(count_unread(others))
-        labels, others = files_by_stem(self.label_root, lambda name: name.lower().endswith(".png"))
-        label_notes = note_unread(count_images(others), f" in the folder of label files, {str(self.label_root)!r}")
-        notes += label_notes
+        unread: Counter[str] = Counter()
+        images = by_stem(image_root, list_images(image_root, "", unread))
+        label_files = list_images(self.label_root, "", Counter())
+        labels = by_stem(self.label_root, [name for name in label_files if name.lower().endswith(".png")])
         if not images:
             raise ValueError(f"{str(image_root)!r} holds no images")
         without_labels = sorted(images.keys() - labels)
         if without_labels:
-            number = count_of(len(without_labels), "name")
-            raise ValueError(
-                f"{number} without a label file (.png) in {str(self.label_root)!r}: {shorten(without_labels)}"
-                + "".join(f" ({note})" for note in label_notes)
-            )
+            raise ValueError(f"images without a .png in {str(self.label_root)!r}: {shorten(without_labels)}")
         without_image = sorted(labels.keys() - images)
         if without_image:
-            number = count_of(len(without_image), "name")
-            raise ValueError(
-                f"{number} with a label file but no image in {str(image_root)!r}: {shorten(without_image)}"
-            )
+            raise ValueError(f"label files without an image in {str(image_root)!r}: {shorten(without_image)}")
         samples = [(name, 0) for name in images.values()]
+        notes = note_unread(unread)
         super().__init__(image_root, samples, classes=[], notes=notes, in_chans=in_chans, invalid=invalid)
-        self.label_counts = LabelCounts(values, 0, np.zeros(256, np.int64))  # of the files that `check` reads
         self.label_names = np.array([os.fsencode(labels[stem]) for stem in images])
+        if split != "train":
+            self.num_checked = len(self)  # an evaluation fails after hours
 
     def label_path(self, i: int) -> str:
         """Returns the path of the label file of image i."""
         return os.path.join(self.label_root, os.fsdecode(bytes(self.label_names[i])))
 
     def describe_targets(self) -> list[str]:
-        return [self.label_counts.describe()]
+        return [f"values of the label files: {self.values.describe(self.num_pixels)}"]
 
-    def check(
-        self,
-        max_bad_fraction: float = 0.0,
-        all_labels: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        """Checks this rank's share of the split, and counts the values of the labels in `label_counts`.
+    def check(self, max_bad_fraction: float = 0.0) -> None:
+        """As `EncodedImages.check`, with the label files of the images that it looks at.
 
-        Reads the sizes of all pairs from their headers, and finds out the images' format. Decodes NUM_CHECKED evenly
-        spaced pairs. With `all_labels`, also decodes every label file. ImageError if more than `max_bad_fraction` of
-        them are bad.
+        ImageError, too, if no pixel has a class, or if all in a training split have the same one.
         """
-        indices = range(rank, len(self), world_size)
-        formats = read_formats(self, self.compare_labels, indices, max_bad_fraction, "pairs")
         super().check(max_bad_fraction)
-        self.one_format({self.pixel_format: 0} | formats)
-        spaced = evenly_spaced(len(self), NUM_CHECKED).tolist()[rank::world_size]
-        counted = examine(self.count_pair, spaced, max_bad_fraction, "pairs")
-        if all_labels:
-            counted = examine(self.count_labels, indices, max_bad_fraction, "pairs")
-        for num_pixels in counted:
-            self.label_counts = self.label_counts.plus(LabelCounts(self.values, 1, num_pixels))
-
-    def count_pair(self, i: int) -> np.ndarray:
-        """Decodes the pair i. Returns how many pixels of its labels have each value, int64 [256]."""
-        self.load(i)
-        return self.count_labels(i)
-
-    def count_labels(self, i: int) -> np.ndarray:
-        """Decodes the labels of image i. Returns how many pixels have each value, int64 [256]."""
-        values, _ = self.load_values(i)
-        return np.bincount(values.ravel(), minlength=256)
-
-    def compare_labels(self, i: int, size: Size) -> None:
-        """Reads the header of the labels of image i. ImageError if it is unreadable or the sizes differ."""
-        self.refuse_sizes(i, size, read_size(self.label_path(i)))
+        problems = []
+        checked = evenly_spaced(len(self), self.num_checked).tolist()
+        for i in checked:
+            try:
+                _, size = self.read_header(i)
+                values, _ = self.load_values(i)
+                self.refuse_sizes(i, size, values.shape)
+            except ImageError as error:
+                problems.append(str(error))
+                continue
+            self.num_pixels += np.bincount(values.ravel(), minlength=256)
+        self._refuse_bad(problems, len(checked), max_bad_fraction)
+        found = self.values.count_classes(self.num_pixels)
+        if found == 0:
+            raise ImageError(NO_CLASS.format(self.split))
+        described = f"{found} of {count_of(self.values.num_classes, 'class')} found in {self.split}"
+        if found == 1 and self.values.num_classes > 1 and self.split == "train":
+            raise ImageError(f"{described}, by the label files: {self.values.describe(self.num_pixels)}")
+        ignored = self.num_pixels[self.values.table == IGNORE].sum() / self.num_pixels.sum()
+        self.notes.append(f"{described}, {ignored:.1%} of the pixels are ignored")
 
     def refuse_sizes(self, i: int, size: Size, label_size: Size) -> None:
         """ImageError unless the (height, width) of image i and that of its labels are equal."""
@@ -274,8 +204,8 @@ def read_values(path: str) -> np.ndarray:
 
     Those of a palette are its indices, not its colours. Those of fewer than 8 bits are not scaled, and of 16 refused.
     """
-    with image_errors(path):
-        data = retry_io(Path(path).read_bytes)
+    data = read_file(path)
+    try:
         with open_image(io.BytesIO(data)) as img:
             img.load()
             if has_16_bits(img):
@@ -284,6 +214,8 @@ def read_values(path: str) -> np.ndarray:
             if img.format == "PNG" and img.mode == "L":
                 bits = data[24]  # of the header chunk IHDR
                 values //= 255 // (2**bits - 1)  # Pillow scales grey values of 2 and 4 bits up to 255
+    except PILLOW_ERRORS as error:
+        raise ImageError(f"{path!r} cannot be read: {error}") from error
     if values.ndim != 2:
         raise ImageError(f"{path!r} has {values.shape[2]} channels; labels must be one class index per pixel")
     return values
@@ -291,43 +223,23 @@ def read_values(path: str) -> np.ndarray:
 
 def find_split(folder: Path, split: str) -> Path:
     """Returns the folder of a split inside images/ or annotations/. ValueError unless there is exactly one."""
-    folders = []
-    if folder.is_dir():
-        folders = [path for path in sorted(folder.iterdir()) if split_of(path.name) == split]
-    else:
-        raise ValueError(f"{str(folder)!r} is no folder: give --data_path a folder with images/ and annotations/")
+    if not folder.is_dir():
+        raise ValueError(f"{str(folder)!r} is no folder: --data_path must hold images/ and annotations/")
+    folders = [path for path in sorted(folder.iterdir()) if split_of(path.name) == split]
     if len(folders) != 1:
-        raise ValueError(
-            f"{str(folder)!r} has {len(folders)} folders of the split {split!r}; expected are images/training, "
-            f"images/validation, annotations/training and annotations/validation in --data_path"
-        )
+        raise ValueError(f"{str(folder)!r} has {len(folders)} folders of the split {split!r}, such as {split}/")
     return folders[0]
 
 
-def files_by_stem(root: Path, is_wanted: Callable[[str], bool]) -> tuple[dict[str, str], list[str]]:
-    """Returns {name without its ending: name} of the files whose name `is_wanted`, and the names of all others.
-
-    In the order of their names, which are relative to `root`. Hidden files and folders are ignored. ValueError if two
-    names differ in their ending alone.
-    """
-    names = []
-    others = []
-    for folder, folders, files in os.walk(root, followlinks=True):
-        folders[:] = [name for name in folders if not is_hidden(name)]
-        for file in files:
-            if is_hidden(file):
-                continue
-            if is_wanted(file):
-                names.append(os.path.relpath(os.path.join(folder, file), root))
-            else:
-                others.append(file)
-    by_stem: dict[str, str] = {}
+def by_stem(root: Path, names: Sequence[str]) -> dict[str, str]:
+    """Returns {name without its ending: name} of files in `root`. ValueError if two differ in their ending alone."""
+    found: dict[str, str] = {}
     for name in sorted(names):
-        stem = spelling(str(Path(name).with_suffix("")))
-        if stem in by_stem:
-            raise ValueError(f"{by_stem[stem]!r} and {name!r} in {str(root)!r} differ in their ending alone")
-        by_stem[stem] = name
-    return by_stem, others
+        stem = spelling(os.path.splitext(name)[0])
+        if stem in found:
+            raise ValueError(f"{found[stem]!r} and {name!r} in {str(root)!r} differ in their ending alone")
+        found[stem] = name
+    return found
 
 
 def stack_pairs(samples: Sequence[tuple]) -> tuple[Tensor, Tensor]:

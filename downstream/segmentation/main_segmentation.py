@@ -23,14 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from downstream import common
 from downstream.common import SIZES, LinearDecay, schedule_by_iterations
 from downstream.recipes import LINEAR_DEFAULTS, SEGMENTATION_RECIPES, UPERNET_DEFAULTS
-from downstream.segmentation.data import (
-    NO_CLASS,
-    LabelCounts,
-    LabelValues,
-    SegmentationAugment,
-    SegmentationImages,
-    stack_pairs,
-)
+from downstream.segmentation.data import LabelValues, SegmentationAugment, SegmentationImages, stack_pairs
 from downstream.segmentation.engine_segmentation import (
     ClassList,
     SlideView,
@@ -43,7 +36,7 @@ from encoders.load import load_encoder
 from encoders.trained import Trained, load
 from util import collectives
 from util.data.datasets import AddressedDataset
-from util.data.images import ImageError, check_splits
+from util.data.images import check_splits
 from util.data.statistics import normalizer
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
@@ -58,7 +51,6 @@ from util.text import count_of
 from util.urls import local_path
 
 timm_optim = LazyModule("timm.optim")
-survey = LazyModule("util.data.survey")  # of --check_data
 
 PROGRAM = "main_segmentation.py"
 PICTURE = "predictions.png"
@@ -94,13 +86,6 @@ def add_label_flags(group: FlagGroup) -> None:
         action=argparse.BooleanOptionalAction,
         default=False,
         help="the value 0 marks pixels without a class, and the classes begin at 1, as in ADE20K",
-    )
-    data(
-        "--allow_one_class",
-        changes="nothing",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="accept label files in which the check at the start finds a single class, though --num_classes is larger",
     )
     data(
         "--class_names",
@@ -206,26 +191,12 @@ def check_data_flags(args: argparse.Namespace) -> None:
 def open_split(args: argparse.Namespace, split: str) -> SegmentationImages:
     """Opens a split on all ranks, and notes which classes its labels hold. args: also say which pixels are invalid.
 
-    ValueError on all ranks if a file cannot be used, if no pixel has a class, or if all have the same one.
+    ValueError on all ranks if a file cannot be used, or if no pixel has a class.
     """
     values = LabelValues(args.num_classes, args.ignore_index, args.reduce_zero_label)
     invalid = common.marks_of_invalid(vars(args))
-    images = common.open_everywhere(
-        lambda: SegmentationImages(args.data_path, split, values, args.in_chans, invalid),
-        split,
-        args.max_bad_fraction,
-    )
-    counts = LabelCounts(values, 0, np.zeros(256, np.int64))
-    for counts_of_rank in collectives.gather_objects(images.label_counts):
-        counts = counts.plus(counts_of_rank)
-    if counts.num_classes_found == 0:
-        raise ImageError(NO_CLASS.format(split))
-    if not args.allow_one_class:
-        counts.refuse_one_class(split)
-    images.notes.append(f"{split} {counts}")
-    if args.check_data:
-        survey.report_split(split, images)
-    return images
+    open_images = partial(SegmentationImages, args.data_path, split, values, args.in_chans, invalid)
+    return common.open_everywhere(args, split, open_images)
 
 
 def make_optimizer(model: Segmenter, args: argparse.Namespace, lr: float) -> torch.optim.Optimizer:

@@ -186,15 +186,20 @@ def open_everywhere(
     if source.is_written_once:
         collectives.run_on_rank0(source.write_files)
     images = collectives.run_everywhere(source.open)
-    seen_by_rank = {
+    refuse_other_data(images, split)
+    if getattr(args, "check_data", False):
+        survey.report_split(split, images)
+    return images
+
+
+def refuse_other_data(images: Images, split: str) -> None:
+    """ValueError on all ranks if they have opened different images."""
+    facts = {
         "number of images": len(images),
         "names and labels": images.fingerprint(),
         "channels and depth": str(images.pixel_format),
     }
-    collectives.refuse_differences(seen_by_rank, f"{split} data")
-    if getattr(args, "check_data", False):
-        survey.report_split(split, images)
-    return images
+    collectives.refuse_differences(facts, f"{split} data")
 
 
 def is_same_folder(data_path: str, root: Path) -> bool:

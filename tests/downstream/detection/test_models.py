@@ -10,20 +10,15 @@ from torch.testing import assert_close
 from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import roi_align
 
-from downstream.detection import backbone
 from downstream.detection.backbone import (
-    ChannelNorm,
     DecomposedAttention,
     SimpleFeaturePyramid,
     ViTDet,
-    window_partition,
-    window_unpartition,
 )
 from downstream.detection.models import AlignedRoIPool, Detector, crop_masks
 from encoders.load import load_encoder
 from models_vit import MICRO, VisionTransformer
 from util.pos_embed import resize_pos_embed
-from util.run.files.record import CheckpointError
 
 SMALL = {**MICRO, "img_size": 48, "pretrain_size": 32, "window_size": 5}
 EIGHT_BLOCKS = {**SMALL, "depth": 8}
@@ -72,46 +67,6 @@ def test_relative_positions_pair_by_pair():
     assert_close(attention(x[None])[0], expected)
 
 
-def test_attention_gets_queries_keys_and_values_of_one_width(monkeypatch):
-    """Flash attention takes no others. A width of 5 with 3 + 4 places is padded to 16."""
-    fused = F.scaled_dot_product_attention
-    widths = []
-
-    def watched(*inputs, **options):
-        widths.extend(x.shape[-1] for x in inputs)
-        return fused(*inputs, **options)
-
-    monkeypatch.replace_in(backbone, "F.scaled_dot_product_attention", watched)
-    attention = DecomposedAttention(10, 2, (3, 4))
-    attention(torch.randn(2, 3, 4, 10))
-    assert widths == [16, 16, 16]
-
-
-@pytest.mark.parametrize(
-    ("height", "width", "side"),
-    [
-        (6, 9, 3),
-        (5, 7, 3),
-        (2, 2, 4),
-    ],
-)
-def test_windows_are_cut_and_joined(height, width, side):
-    x = torch.randn(2, height, width, 3)
-    padded_height = math.ceil(height / side) * side
-    padded_width = math.ceil(width / side) * side
-    padded = torch.zeros(2, padded_height, padded_width, 3)
-    padded[:, :height, :width] = x
-    expected = []
-    for b in range(2):
-        for top in range(0, padded_height, side):
-            for left in range(0, padded_width, side):
-                expected.append(padded[b, top : top + side, left : left + side])
-    windows = window_partition(x, side)
-    assert torch.equal(windows, torch.stack(expected))
-    joined = window_unpartition(windows, (height, width))
-    assert torch.equal(joined, x)
-
-
 @pytest.mark.parametrize("num_cls_tokens", [1, 3])
 def test_the_backbone_begins_as_the_pretrained_vit_without_class_tokens(num_cls_tokens, tmp_path):
     """With windows as large as the map and tables of zeros, all blocks are those of the plain ViT on patch tokens."""
@@ -132,16 +87,6 @@ def test_the_backbone_begins_as_the_pretrained_vit_without_class_tokens(num_cls_
         x = block(x)
     found = model(imgs).flatten(2).transpose(1, 2)
     assert_close(found, x, rtol=1e-4, atol=1e-5)
-
-
-def test_weights_that_are_no_encoder_are_named(tmp_path):
-    """Of a detector, the backbone alone begins another detector's."""
-    backbone = ViTDet(**SMALL)
-    content = {f"backbone.{name}": value for name, value in backbone.state_dict().items()}
-    content |= {"rpn.weight": torch.zeros(1), "roi_heads.weight": torch.zeros(1)}
-    torch.save({"model": content}, tmp_path / "detector.pth")
-    report = load_encoder(ViTDet(**SMALL), tmp_path / "detector.pth")
-    assert str(report).endswith("not used, as they are no encoder: roi_heads, rpn")
 
 
 def test_windowed_blocks_see_their_window_and_global_blocks_everything():
@@ -185,14 +130,6 @@ def test_the_pyramid_has_strides_of_4_to_64():
         assert (variance - 1).abs().max() < 1e-2
     every_second = maps[3][:, :, ::2, ::2]
     assert torch.equal(maps[4], every_second)
-
-
-def test_an_encoder_with_biases_of_relative_positions_is_refused(tmp_path):
-    weights = VisionTransformer(global_pool="token", **MICRO).state_dict()
-    weights["blocks.0.attn.relative_position_bias_table"] = torch.zeros(228, 3)
-    torch.save({"model": weights}, tmp_path / "vit.pth")
-    with pytest.raises(CheckpointError, match="another kind of encoder"):
-        load_encoder(ViTDet(**SMALL), tmp_path / "vit.pth")
 
 
 # ----------------------------------------------------------------------------------------------------------- heads
@@ -337,25 +274,6 @@ def test_each_proposal_gets_the_mask_of_its_own_object():
     assert_close(losses["mask"], torch.stack(expected).mean())
 
 
-@pytest.mark.parametrize(("name", "widths"), [("box_head", [1024]), ("mask_head", [])])
-def test_a_head_has_four_convolutions_with_norms(name, widths):
-    detector = Detector(80, embed_dim=32, num_heads=1, img_size=64)
-    num_convolutions = 0
-    num_norms = 0
-    found_widths = []
-    for module in getattr(detector.roi_heads, name).modules():
-        if isinstance(module, nn.Conv2d):
-            num_convolutions += 1
-            assert module.out_channels == 256
-            assert module.kernel_size == (3, 3)
-            assert module.bias is None
-        num_norms += isinstance(module, ChannelNorm)
-        if isinstance(module, nn.Linear):
-            found_widths.append(module.out_features)
-    assert num_convolutions == num_norms == 4
-    assert found_widths == widths
-
-
 def test_anchors_are_exact_in_bfloat16():
     """Against their definition, at 1024 pixels, where bfloat16 has steps of 4 pixels."""
     sides = (256, 128, 64, 32, 16)
@@ -378,17 +296,6 @@ def test_anchors_are_exact_in_bfloat16():
         expected.append(boxes.reshape(-1, 4))
     assert anchors.dtype == torch.float32
     assert_close(anchors, torch.cat(expected), rtol=0, atol=1e-3)
-
-
-def test_without_masks_there_is_no_mask_head():
-    model = small_detector(masks=False)
-    assert not any("mask" in name for name in model.state_dict())
-    target = {
-        "boxes": torch.tensor([[4.0, 4.0, 20.0, 40.0]]),
-        "labels": torch.tensor([2]),
-    }
-    losses = model(torch.randn(1, 3, 48, 48), [(48, 40)], [target])
-    assert set(losses) == {"objectness", "rpn_box", "class", "box"}
 
 
 def test_an_image_without_objects_reaches_every_parameter():

@@ -150,7 +150,7 @@ OWN = {
         "batch_size",
     ),
     "main_finetune": ("", f"{IMAGE_FLAGS} all_valid eval eval_every eval_split finetune predictions", ""),
-    "main_segmentation": ("downstream.segmentation.", f"{DENSE} allow_one_class class_names", "accum_iter"),
+    "main_segmentation": ("downstream.segmentation.", f"{DENSE} class_names", "accum_iter"),
     "main_detection": (
         "downstream.detection.",
         f"{DENSE} categories train_json train_images val_json val_images",
