@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -227,90 +226,6 @@ def test_a_full_disk(photos, tmp_path, small_disk, capsys, before_step):
 def test_a_read_only_folder(photos, small_disk, capsys):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     assert "cannot be written to" in pretrain.refused(capsys, photos, small_disk / "out")
-
-
-def wait_for_save(output_dir):
-    progress = output_dir / ".progress"
-    wait_until(lambda: progress.exists() and progress.read_text() == "3\n")
-
-
-def delete_after_save(output_dir, folder):
-    """Deletes `folder`, which holds the run's, after the save of step 3; meanwhile a thread may still write the log."""
-    wait_for_save(output_dir)
-
-    def is_gone():
-        shutil.rmtree(folder, ignore_errors=True)
-        return not folder.exists()
-
-    wait_until(is_gone)
-
-
-def test_a_deleted_output_folder(photos, tmp_path, before_step, capsys):
-    expected = pretrain(photos, tmp_path / "whole", "--epochs", 3)
-    output_dir = tmp_path / "new" / "out"
-    before_step(4, lambda: delete_after_save(output_dir, output_dir.parent))
-    message = pretrain.refused(capsys, photos, output_dir, "--epochs", 3, code=75)
-    assert f"{str(output_dir)!r} was deleted while the run went on; step 6 is saved there" in message
-    assert_same_state(pretrain(photos, output_dir, "--epochs", 3), expected)
-    assert [r["step"] for r in reports(output_dir)] == [7, 8, 9]
-
-
-def test_a_folder_that_another_run_has_taken(photos, tmp_path, before_step, capsys):
-    out = tmp_path / "out"
-    holders = []
-    with ExitStack() as other:
-
-        def take():
-            delete_after_save(out, out)
-            holders.append(other.enter_context(held_by_another_process(out)))
-
-        before_step(4, take)
-        error = pretrain.refused(capsys, photos, out)
-    assert holders[0] in error
-    assert not list(out.glob("checkpoint*"))
-
-
-def test_a_lock_that_is_removed_alone(photos, tmp_path, before_step, capsys):
-    expected = pretrain(photos, tmp_path / "whole", "--epochs", 3)
-    out = tmp_path / "out"
-    before_step(4, (out / ".lock").unlink)
-    assert_same_state(pretrain(photos, out, "--epochs", 3), expected)
-    assert f"warning: {str(out / '.lock')!r} was deleted while the run goes on" in capsys.readouterr().out
-    assert (out / ".lock").read_text().startswith(f"process {os.getpid()} on ")
-
-
-@pytest.mark.parametrize("name", ["", "out"])
-@pytest.mark.parametrize("loss", ["moved", "unmounted"])
-def test_a_folder_that_is_elsewhere(photos, tmp_path, before_step, capsys, request, loss, name):
-    """The folder of the run is a mount point itself, or lies below one."""
-    expected = pretrain(photos, tmp_path / "whole", "--epochs", 3)
-    disk = tmp_path / "disk"
-    source = tmp_path / "source"
-    for folder in (disk, source):
-        folder.mkdir()
-    if loss == "unmounted" and (os.geteuid() or subprocess.run(["mount", "--bind", source, disk]).returncode):
-        pytest.skip("no mount without root")
-    request.addfinalizer(lambda: subprocess.run(["umount", "-l", disk], capture_output=True))  # if the test has failed
-    out = disk / name
-
-    def lose():
-        wait_for_save(out)
-        if loss == "unmounted":
-            subprocess.run(["umount", "-l", disk], check=True)
-        else:
-            disk.rename(tmp_path / "away")
-            disk.mkdir()
-
-    before_step(4, lose)
-    message = pretrain.refused(capsys, photos, out, "--epochs", 3, code=75)
-    assert f"{str(out)!r} is not the folder any more in which the run began" in message
-    assert os.listdir(disk) == []
-    disk.rmdir()
-    if loss == "unmounted":
-        source.rename(disk)
-    else:
-        (tmp_path / "away").rename(disk)
-    assert_same_state(pretrain(photos, out, "--epochs", 3), expected)
 
 
 @pytest.fixture

@@ -261,8 +261,7 @@ def add_run_flags(group: FlagGroup, unit: str = "epochs") -> None:
         metavar="STEP",
         type=int,
         at_least=0,
-        help="trace the three steps after this step of the run (rank 0); until the end, a GPU that runs out of memory "
-        "leaves a snapshot",
+        help="trace the three steps after this step of the run (rank 0)",
     )
     group.add_argument(
         "--detect_anomaly",

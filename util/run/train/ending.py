@@ -8,7 +8,6 @@ from util.data.images import ImageError
 from util.data.loader import TooLittleMemory
 from util.data.workers import kill_workers
 from util.run.cli import STOPPED
-from util.run.files.lock import FolderInUse
 from util.run.processes import distributed
 from util.run.processes.supervise import StopSignal, write_error_to_log
 from util.run.start.errors import is_full_gpu, message_of, refuse
@@ -57,20 +56,20 @@ def describe_full_gpu(error: Exception, batch_size: int) -> ValueError:
 def refuse_training_error(
     parser: argparse.ArgumentParser, error: Exception, saver: CheckpointSaver, batch_size: int
 ) -> NoReturn:
-    """Ends a training run after unreadable data, values that are not finite, an I/O error, too little memory, or if
-    another run has taken its folder. Other errors are bugs and are raised. Rank 0 writes its error to the log.
+    """Ends a training run after unreadable data, values that are not finite, an I/O error, or too little memory.
 
-    The other ranks may hang in a collective, so the process group is left as it is. batch_size: of a micro-batch.
+    Other errors are bugs and are raised. Rank 0 writes its error to the log. The other ranks may hang in a collective,
+    so the process group is left as it is. batch_size: of a micro-batch.
     """
     reason = message_of(error)
     is_bug = False
     if is_full_gpu(error):
         error = describe_full_gpu(error, batch_size)
         reason = str(error)
-    elif not isinstance(error, (ImageError, FloatingPointError, FolderInUse, TooLittleMemory, OSError)):
+    elif not isinstance(error, (ImageError, FloatingPointError, TooLittleMemory, OSError)):
         reason = f"{type(error).__name__}: {reason}"
         is_bug = True
-    if saver.start.process.is_main and not isinstance(error, FolderInUse):
+    if saver.start.process.is_main:
         write_error_to_log(saver.output_dir, reason)
     if is_bug:
         raise error

@@ -18,7 +18,7 @@ from util.run.cli import LOG
 from util.run.files.reports import read_reports
 from util.text import printable
 
-events = LazyModule("util.run.train.events")  # which imports TensorBoard
+tensorboard = LazyModule("torch.utils.tensorboard")
 
 
 class RunLog:
@@ -49,7 +49,7 @@ class RunLog:
         with replaced_file(path, durable=True) as temporary:
             temporary.write_text("".join(json.dumps(report) + "\n" for report in self.reports))
         self.json_lines = open(path, "a", encoding="utf-8")
-        self.tensorboard: Any = None  # an EventFile, made with the first report: a start that fails leaves none
+        self.tensorboard: Any = None  # a SummaryWriter, made with the first report: a start that fails leaves none
         options: dict[str, Any] = {"dynamic_ncols": True}
         if terminal_columns(sys.stderr) == 0:  # some terminals report a size of 0 x 0
             options = {"ncols": 80, "nrows": 24}
@@ -107,7 +107,8 @@ class RunLog:
 
     def _events(self) -> Any:
         if self.tensorboard is None:
-            self.tensorboard = events.EventFile(self.output_dir / "tensorboard", purge_step=self.last_kept + 1)
+            folder = self.output_dir / "tensorboard"
+            self.tensorboard = tensorboard.SummaryWriter(folder, purge_step=self.last_kept + 1)
         return self.tensorboard
 
     def history(self) -> list[dict[str, Any]]:
@@ -116,7 +117,7 @@ class RunLog:
 
     def picture(self, name: str, picture: np.ndarray, step: int) -> None:
         if self.enabled:
-            self._events().add_picture(name, picture, step)
+            self._events().add_image(name, picture, step, dataformats="HWC")
 
     def close(self) -> None:
         if not self.enabled:

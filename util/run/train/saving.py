@@ -18,7 +18,6 @@ from util.collectives import all_reduce_sum, run_on_rank0
 from util.data.images import ImageError
 from util.data.loader import LoaderError
 from util.run.files import checkpoint, search
-from util.run.files.lock import FolderLock
 from util.run.files.record import CheckpointInfo
 from util.run.files.reports import write_progress
 from util.run.processes.supervise import SETUP_TIMEOUT
@@ -28,10 +27,6 @@ from util.run.train.loop import TrainLoop
 
 UNSAVED_SECONDS = 60.0  # of training that may be lost if the process is killed in work between steps
 MAX_FAILURES = 3  # this many saves in a row that fail end the run
-
-
-class FolderLost(OSError):
-    """The output folder was deleted, moved or unmounted while the run went on."""
 
 
 class HostCopies:
@@ -142,7 +137,6 @@ class CheckpointSaver:
 
         If the save is not final, a full disk costs a warning only, unless MAX_FAILURES in a row have failed, or two
         before there is any checkpoint: then the run ends by OSError. FloatingPointError if the weights are not finite.
-        FolderLost if the folder was deleted: it is made again for this step, and the run ends, since its log is lost.
         """
         loop = self.loop
         step = loop.step
@@ -159,8 +153,7 @@ class CheckpointSaver:
         num_bad = torch.stack([~tensor.isfinite().all() for tensor in self.model.state_dict().values()]).sum()
         if all_reduce_sum(num_bad) > 0:
             raise FloatingPointError(f"the weights are not finite after step {step} and were not saved")
-        is_new_folder = run_on_rank0(self.make_lost_folder)
-        must_succeed = final or is_new_folder or run_on_rank0(self.is_last_try)
+        must_succeed = final or run_on_rank0(self.is_last_try)
         state = {
             "model": self.model.state_dict(),
             "optimizer": loop.optimizer.state_dict(),
@@ -172,35 +165,11 @@ class CheckpointSaver:
         if must_succeed:
             with self.loop.watchdog.saving():
                 run_on_rank0(lambda: self.join(required=True))
-        if is_new_folder:
-            raise FolderLost(f"{str(self.output_dir)!r} was deleted while the run went on; step {step} is saved there")
 
     def save_best(self, info: CheckpointInfo) -> None:
         """Saves the current weights alone, as checkpoint-best.pth. All ranks must call it. info: what it says."""
         self.finish()  # the write before it reads the memory of the copy
         run_on_rank0(lambda: self.begin_write_of_best(self.copies.take({"model": self.model.state_dict()}), info))
-
-    def make_lost_folder(self) -> bool:
-        """Makes the output folder again if it was deleted, and says so. FolderInUse if another run has it now.
-
-        FolderLost if it was moved or unmounted: nothing is written where it was. Of a folder that is still there the
-        lock alone is made again.
-        """
-        lock = self.start.lock
-        if lock is None or not lock.is_lost():
-            return False
-        if lock.has_folder():
-            lock.take_again()
-            self.loop.log.info(f"warning: {str(lock.path)!r} was deleted while the run goes on, and is made again")
-            return False
-        if not lock.is_deleted():
-            raise FolderLost(
-                f"{str(self.output_dir)!r} is not the folder any more in which the run began: it was moved, or its "
-                "file system unmounted; nothing was saved; bring it back"
-            )
-        self.output_dir.mkdir(parents=True, exist_ok=True)
-        FolderLock(self.output_dir)
-        return True
 
     def is_being_saved(self, step: int) -> bool:
         """Whether rank 0 writes the weights of `step` now."""

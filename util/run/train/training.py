@@ -157,7 +157,7 @@ class Training:
         self.saver = CheckpointSaver(
             run.start, info, model, self.loop, schedule, save_minutes=args.save_minutes, save_steps=args.save_steps
         )
-        self.profile = Profile(args.profile, last_step, process, run.output_dir, self.log)
+        self.profile = Profile(args.profile, last_step, process, self.log)
 
     def note(self, *notes: str) -> None:
         """Writes notes to the log, and prints them. With --check_data there is no log."""
@@ -233,7 +233,7 @@ class Training:
     ) -> bool:
         loop = self.loop
         self.watchdog.begin_training()
-        with self.stop, self.saver, self.profile:
+        with self.stop, self.saver:
             # An earlier start may have been stopped or killed before it did what was due at its last step.
             all_done = self._run_due(between)
             while not loop.has_ended():
