@@ -5,10 +5,11 @@ Pixels equal those of Pillow's `convert("RGB")` bit for bit, except for grey ima
 """
 
 import io
+import itertools
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from contextlib import suppress
 from typing import BinaryIO
 
 import numpy as np
@@ -27,7 +28,13 @@ READABLE = (*FORMATS, "GIF")  # a GIF may have the ending of another format, or 
 
 # Errors of Pillow for files that are broken, are no images, or would need gigabytes once decoded.
 PILLOW_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+ORIENTATION = 274  # a tag of TIFF
+NEW_SUBFILE_TYPE, REDUCED, MASK = 254, 1, 4  # another one, and its bits
 PLAIN_COLORS = ("YCbCr", "Gray")  # Pillow converts others, such as CMYK, by rules of its own
+
+
+class FormatError(ValueError):
+    """Files of this kind are never read. One of them is no damaged file, so it is not replaced by another image."""
 
 
 def decode(data: bytes, reference: bool = False) -> np.ndarray:
@@ -40,6 +47,7 @@ def decode(data: bytes, reference: bool = False) -> np.ndarray:
         except ValueError:  # a damaged file: Pillow may still read it, or has a better message
             pass
     with open_image(io.BytesIO(data)) as img:
+        refuse_unlike_rgb(img)
         img.load()
         if has_16_bits(img):
             return np.repeat(to_8_bits(img)[:, :, None], 3, axis=2)
@@ -72,34 +80,46 @@ def max_pixels() -> float:
 
 
 def open_image(source: str | os.PathLike[str] | BinaryIO) -> Image.Image:
-    """Opens an image and reads its header; one of `PILLOW_ERRORS` if that fails."""
+    """Opens an image and reads its header; one of `PILLOW_ERRORS` if that fails, or if it has too many pixels."""
     try:
-        img = open_quietly(source, READABLE)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            img = Image.open(source, formats=READABLE)
     except UnidentifiedImageError as error:
         raise UnidentifiedImageError(f"it does not begin as one of {', '.join(FORMATS)}") from error
-    try:
-        refuse_unusable(img)
-    except (ValueError, Image.DecompressionBombError):
+    if img.width * img.height > max_pixels():  # Pillow itself raises at twice the limit
         img.close()
-        raise
+        raise Image.DecompressionBombError(f"{img.width} x {img.height} pixels are more than {max_pixels()}")
     return img
 
 
-def refuse_unusable(img: Image.Image) -> None:
-    """DecompressionBombError for a huge image, ValueError for pixels without a fixed range."""
-    if img.width * img.height > max_pixels():  # Pillow itself raises at twice the limit
-        raise Image.DecompressionBombError(f"{img.width} x {img.height} pixels are more than {max_pixels()}")
-    advice = "which have no fixed range: convert it to 8 or 16 bits, unsigned"
-    if img.mode == "I" and not has_16_bits(img):
-        raise ValueError(f"its pixels are signed or 32-bit integers, {advice}")
-    if img.mode == "F" and img.format == "TIFF":
-        advice += "; images of floats in one channel are read with --in_chans 1"
-    if img.mode == "F":
-        raise ValueError(f"its pixels are floating-point numbers, {advice}")
+def refuse_unlike_rgb(img: Image.Image) -> None:
+    """ValueError for an opened image that Pillow would make RGB with other pixels than it has.
+
+    These are values without a fixed range, and TIFFs of several pages of one size, of which thumbnails, overviews and
+    masks are none, as are pages that Pillow cannot read.
+    """
+    if img.mode == "F" or (img.mode == "I" and not has_16_bits(img)):
+        raise ValueError("its pixels are floats or 32-bit integers, which have no fixed range: see --in_chans 1")
+    if not isinstance(img, TiffImagePlugin.TiffImageFile):
+        return
+    refuse_turned(img.tag_v2.get(ORIENTATION))
+    size = img.size
+    num_pages = 1
+    with suppress(Exception):  # EOFError after the last page; of many types for damaged files
+        for page in itertools.count(1):
+            img.seek(page)
+            is_extra = img.tag_v2.get(NEW_SUBFILE_TYPE, 0) & (REDUCED | MASK)
+            if img.size == size and not is_extra:
+                num_pages += 1
+    img.seek(0)
+    if num_pages > 1:
+        raise FormatError(
+            f"it has {num_pages} pages: save each image in one page, or give --in_chans {num_pages} for channels"
+        )
 
 
-def open_quietly(source: str | os.PathLike[str] | BinaryIO, formats: Sequence[str]) -> Image.Image:
-    """Opens an image without Pillow's warning of a large one, whose size the caller checks."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        return Image.open(source, formats=formats)
+def refuse_turned(orientation: int | None) -> None:
+    """FormatError for a TIFF that is to be shown turned: some libraries turn it, and others do not."""
+    if orientation not in (None, 1):
+        raise FormatError(f"its TIFF orientation is {orientation}: store its pixels upright, with orientation 1")

@@ -5,18 +5,26 @@ arrays, TIFFs with several bands or float values (by tifffile), and images of 8 
 """
 
 import io
-import itertools
 import os
-from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy_format
-from PIL import Image, TiffImagePlugin, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
-from util.data.decode import PILLOW_ERRORS, decode, has_16_bits, max_pixels, open_image, open_quietly
+from util.data.decode import (
+    ORIENTATION,
+    PILLOW_ERRORS,
+    FormatError,
+    decode,
+    has_16_bits,
+    max_pixels,
+    open_image,
+    refuse_turned,
+    refuse_unlike_rgb,
+)
 from util.text import count_of
 
 try:
@@ -27,7 +35,6 @@ except ImportError:
 NPY = b"\x93NUMPY"
 TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the last two: BigTIFF
 RANGES = {"uint8": 255.0, "uint16": 65535.0, "float32": 1.0}
-NEW_SUBFILE_TYPE, REDUCED, MASK = 254, 1, 4  # a tag of TIFF, and its bits
 # Modes of Pillow whose channels are taken as they are. All others become RGB.
 MODES = {"1": "L", "L": "L", "LA": "LA", "RGBA": "RGBA"}
 
@@ -80,10 +87,6 @@ RGB8 = PixelFormat(3, "uint8")
 Header = tuple[PixelFormat, tuple[int, int]]  # format and (height, width) of an image
 
 
-class FormatError(ValueError):
-    """Files of this kind are never read. One of them is no damaged file, so it is not replaced by another image."""
-
-
 def read_format(
     source: str | os.PathLike[str] | io.BytesIO, in_chans: int = 3, to_rgb: bool | None = None
 ) -> PixelFormat:
@@ -107,17 +110,12 @@ def read_header(source: str | os.PathLike[str] | io.BytesIO, in_chans: int = 3, 
         is_tiff = start.startswith(TIFF)
         if is_tiff and not to_rgb:
             return _tiff_header(file, in_chans)
-    if is_tiff:
-        with _opened(source) as file:
-            _refuse_pages(file)
     try:
         with _opened(source) as file:
             return _picture_header(file, to_rgb)
-    except UnidentifiedImageError as error:
+    except UnidentifiedImageError:
         if not is_tiff:
             raise
-        if tifffile is None:
-            raise ValueError(f"{error}; TIFFs of other bands need tifffile: pip install tifffile") from error
     with _opened(source) as file:
         return _tiff_header(file, in_chans)
 
@@ -134,6 +132,7 @@ def _picture_header(file: BinaryIO, to_rgb: bool) -> Header:
     with open_image(file) as img:
         size = (img.height, img.width)
         if to_rgb:
+            refuse_unlike_rgb(img)
             return RGB8, size
         channels = Image.getmodebands(_mode(img))
         if has_16_bits(img):
@@ -156,8 +155,6 @@ def read_pixels(
     if to_rgb is None:
         to_rgb = expected.channels == 3
     if to_rgb and expected == RGB8 and not data.startswith(NPY):
-        if data.startswith(TIFF):
-            _refuse_pages(io.BytesIO(data))
         try:
             return decode(data, reference)
         except UnidentifiedImageError:
@@ -238,22 +235,17 @@ def _open_tiff(source: BinaryIO) -> Any:
         raise FormatError("TIFFs with any number of bands are read by tifffile: pip install tifffile")
     try:
         with tifffile.TiffFile(source) as tiff:
+            refuse_turned(tiff.pages[0].tags.valueof(ORIENTATION))
+            image = tiff.series[0]
             if tiff.is_ome:
-                _refuse_parts(tiff.series)
-            yield tiff.series[0]
+                num_images = sum(other.shape == image.shape for other in tiff.series)
+                if num_images > 1 or image.is_multifile or any(page is None for page in image):
+                    raise FormatError("it holds several images, or some bands of one: save each in a file of its own")
+            yield image
     except PILLOW_ERRORS:
         raise
     except Exception as error:  # of many types, for damaged files
         raise ValueError(f"tifffile cannot read it ({type(error).__name__}: {error})") from error
-
-
-def _refuse_parts(series: Sequence[Any]) -> None:
-    """FormatError if an OME-TIFF holds several images, or one whose other planes are in other files."""
-    if series[0].is_multifile or any(page is None for page in series[0]):
-        raise FormatError("some of its bands are in other files: save all bands of an image in one file")
-    num_images = sum(image.shape == series[0].shape for image in series)
-    if num_images > 1:
-        raise FormatError(f"it has {num_images} images of one size: save each in a file of its own")
 
 
 def _bands_last(shape: tuple[int, ...], axes: str, in_chans: int) -> bool:
@@ -266,51 +258,10 @@ def _bands_last(shape: tuple[int, ...], axes: str, in_chans: int) -> bool:
     return axes.startswith("YX") or (shape[2] == in_chans and shape[0] != in_chans)
 
 
-def _rows_are_pages(pages: int, height: int, width: int) -> bool:
-    """Whether pages look like the rows of an array [H, W, C]: the last axis is shorter than both others."""
-    return width < min(pages, height)
-
-
-def _pages_error(pages: int, height: int, width: int) -> FormatError:
-    """Returns the error for pages whose meaning --in_chans does not tell."""
-    message = f"it has {pages} pages of {height} x {width} values: save each image in one page, such as "
-    message += "tifffile.imwrite(path, array, photometric='rgb')"
-    if _rows_are_pages(pages, height, width) and width != 3:
-        message += f", or give --in_chans {width} if each page is a row of an array [H, W, C]"
-    if pages != 3:
-        message += f", or give --in_chans {pages} if each page is a channel"
-    return FormatError(message)
-
-
-def _refuse_pages(file: BinaryIO) -> None:
-    """FormatError if a TIFF has several pages of one size: Pillow would read the first as the whole image.
-
-    Thumbnails, overviews and masks do not count, and neither do pages that Pillow cannot read.
-    """
-    pages = 0
-    try:
-        with open_quietly(file, ["TIFF"]) as img:
-            width, height = img.size
-            samples = img.tag_v2.get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
-            for page in itertools.count():
-                img.seek(page)  # EOFError after the last one
-                is_extra = img.tag_v2.get(NEW_SUBFILE_TYPE, 0) & (REDUCED | MASK)
-                if img.size == (width, height) and not is_extra:
-                    pages += 1
-    except Exception:  # of many types, for damaged files, which get their own message
-        pass
-    if pages > 1 and samples > 1:
-        raise FormatError(f"it has {pages} pages of {samples} channels: save each page as a file of its own")
-    if pages > 1:
-        raise _pages_error(pages, height, width)
-
-
 def _tiff_header(source: BinaryIO, in_chans: int) -> Header:
     with _open_tiff(source) as image:
         shape = image.shape
         if len(shape) == 3 and not _bands_last(shape, image.axes, in_chans):
-            if "S" not in image.axes and shape[0] != in_chans and _rows_are_pages(*shape):
-                raise _pages_error(*shape)
             shape = (*shape[1:], shape[0])
         return _checked(shape, image.dtype)
 

@@ -1,7 +1,6 @@
 """Images of any channels and depth: files, crops, normalisation and statistics."""
 
 import io
-import re
 
 import numpy as np
 import pytest
@@ -158,23 +157,16 @@ def test_grey_of_16_bits_keeps_them_unless_three_channels_are_wanted(tmp_path):
     img, _ = rgb.load(0)
     assert np.array_equal(img[:, :, 1], np.rint(GREY16 / 257))
     (note,) = rgb.notes
-    lost = f"{str(tmp_path / '0.png')!r} has 16 bits, but with 3 channels images become RGB of 8 bits"
-    assert note == f"warning: {lost}: give --in_chans 1 to keep 16 bits"
+    assert "--in_chans 1" in note
 
 
-@pytest.mark.parametrize(
-    ("in_chans", "reason"),
-    [
-        (3, "with 3 channels images become RGB of 8 bits"),
-        (4, "Pillow reads its colours with 8 bits"),
-    ],
-)
-def test_colours_of_16_bits_lose_them_with_a_warning(tmp_path, in_chans, reason):
+@pytest.mark.parametrize("in_chans", [3, 4])
+def test_colours_of_16_bits_lose_them_with_a_warning(tmp_path, in_chans):
     (tmp_path / "0.png").write_bytes(deep_colour_png(in_chans))
     images = open_images("folder", tmp_path, in_chans=in_chans)
     assert images.pixel_format == PixelFormat(in_chans, "uint8")
-    lost = f"{str(tmp_path / '0.png')!r} has 16 bits, but {reason}"
-    assert images.notes == [f"warning: {lost}: store the images as .npy to keep 16 bits"]
+    (note,) = images.notes
+    assert "0.png' has 16 bits" in note
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "float32"])
@@ -184,104 +176,80 @@ def test_three_bands_keep_their_depth_where_pillow_reads_nothing(tmp_path, dtype
     assert_loads(images, 0, pixels(3, dtype))
 
 
-def test_three_bands_of_floats_in_a_tiff(tmp_path):
-    write_tiff(tmp_path / "0.tif", pixels(3, "float32"))
-    assert read_format(str(tmp_path / "0.tif")) == PixelFormat(3, "float32")
-
-
 def test_two_dimensions_are_one_channel(tmp_path):
     images = open_images("folder", save_arrays(tmp_path, GREY16), in_chans=1)
     assert_loads(images, 0, GREY16[:, :, None])
 
 
-def test_a_packed_folder_is_the_folder(tmp_path, capsys):
+def test_a_packed_folder_is_the_folder(tmp_path):
     for seed, name in enumerate("ab"):
         folder = tmp_path / "data" / "train" / name
         folder.mkdir(parents=True)
         write_tiff(folder / "0.tif", pixels(5, "uint16", seed=seed))
-    flags = ["--in_chans", "5", "--workers", "1"]
-    pack_dataset.main([str(tmp_path / "data"), str(tmp_path / "packed"), *flags])
+    pack_dataset.main([str(tmp_path / "data"), str(tmp_path / "packed"), "--in_chans", "5", "--workers", "1"])
     folder = open_images("folder", tmp_path / "data", in_chans=5)
     packed = open_images("folder", tmp_path / "packed", in_chans=5)
     assert folder.fingerprint() == packed.fingerprint()
     for i in range(2):
         assert_loads(folder, i, packed.load(i)[0])
-    with pytest.raises(SystemExit):
-        pack_dataset.main([str(tmp_path / "data"), str(tmp_path / "jpegs"), *flags, "--quality", "90"])
-    assert "--quality makes JPEGs of RGB images" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 
-def refused(folder, **options):
-    with pytest.raises(ImageError) as error:
-        open_images("folder", folder, max_bad_fraction=0.01, **options)
-    return str(error.value)
+def write_turned(path, array):
+    write_tiff(path, array, extratags=[(274, "H", 1, 6, True)])
 
 
-@pytest.mark.parametrize("in_chans", [3, 4])
-def test_files_of_other_channels_are_named_with_the_flag_that_fits(tmp_path, in_chans):
-    write_tiff(tmp_path / "0.tif", pixels(5, "uint16"))
-    wanted = f"the model takes {in_chans} channels (--in_chans in training)"
-    assert f"'{tmp_path / '0.tif'}' has 5 channels of uint16, but {wanted}" in refused(tmp_path, in_chans=in_chans)
+def write_twice(path, array):
+    tifffile.imwrite(path, np.stack([array] * 2), photometric="rgb")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_an_array_whose_rows_became_pages_is_named_with_its_channels(tmp_path, dtype):
-    """tifffile writes [H, W, C] as H pages of [W, C]. Its height is no number of channels, whatever is asked for."""
-    array = pixels(5, dtype)
-    tifffile.imwrite(tmp_path / "0.tif", array)
-    for in_chans in (1, 3, 4):
-        message = refused(tmp_path, in_chans=in_chans)
-        assert "it has 40 pages of 52 x 5 values: save each image in one page" in message
-        assert "give --in_chans 5 if each page is a row of an array [H, W, C]" in message
-        assert "give --in_chans 40 if each page is a channel" in message
-    images = open_images("folder", tmp_path, in_chans=5)
-    assert_loads(images, 0, array)
+def write_ome(path, array):
+    """Writes two images."""
+    with tifffile.TiffWriter(path, ome=True) as file:
+        for _ in range(2):
+            file.write(np.moveaxis(array, -1, 0), photometric="minisblack", metadata={"axes": "CYX"})
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_pages_are_no_rgb_image(tmp_path, dtype):
-    write_pages(tmp_path / "0.tif", pixels(5, dtype))
-    message = refused(tmp_path)
-    assert "it has 5 pages of 40 x 52 values: save each image in one page" in message
-    assert message.endswith("or give --in_chans 5 if each page is a channel")
-    assert f"has 5 channels of {dtype}, but the model takes 4 channels" in refused(tmp_path, in_chans=4)
+OTHERS = {  # {name: (ending, writer, array, channels that are wanted)}
+    "other channels": (".tif", write_tiff, pixels(5, "uint16"), 4),
+    "other channels than RGB": (".tif", write_tiff, pixels(5, "uint16"), 3),
+    "rows became pages": (".tif", tifffile.imwrite, pixels(5, "uint8"), 3),
+    "pages": (".tif", write_pages, pixels(5, "uint8"), 3),
+    "three pages": (".tif", write_pages, pixels(3, "uint8"), 3),
+    "two RGB images": (
+        ".tif",
+        lambda path, array: tifffile.imwrite(path, [array] * 2, photometric="rgb"),
+        pixels(3, "uint8"),
+        3,
+    ),
+    "two OME images": (".ome.tif", write_ome, pixels(2, "uint16"), 2),
+    "turned bands": (".tif", write_turned, pixels(5, "uint16"), 5),
+    "turned grey": (".tif", write_turned, pixels(1, "uint16"), 3),
+    "bands first": (".npy", np.save, np.moveaxis(pixels(5, "uint16"), -1, 0), 5),
+    "bands first, other channels": (".npy", np.save, np.moveaxis(pixels(5, "uint16"), -1, 0), 3),
+    "one axis": (".npy", np.save, np.zeros(4, np.uint8), 5),
+    "no rows": (".npy", np.save, np.zeros((0, 4, 5), np.uint8), 5),
+    "float64": (".npy", np.save, pixels(5, "uint8").astype(float), 5),
+    "objects": (".npy", np.save, pixels(5, "uint8").astype(object), 5),
+}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [
-        ("uint8", RGB8),
-        ("uint16", RGB8),
-        ("float32", PixelFormat(3, "float32")),
-    ],
-)
-def test_three_pages_are_refused_with_advice_that_works(tmp_path, dtype, expected):
-    write_pages(tmp_path / "0.tif", pixels(3, dtype))
-    advice = "save each image in one page, such as tifffile.imwrite(path, array, photometric='rgb')"
-    assert refused(tmp_path).endswith(f"it has 3 pages of 40 x 52 values: {advice}")
-    tifffile.imwrite(tmp_path / "0.tif", pixels(3, dtype), photometric="rgb")
-    assert open_images("folder", tmp_path).pixel_format == expected
-
-
-def test_two_rgb_images_in_a_file_are_refused(tmp_path):
-    two_images = np.stack([pixels(3, "uint8")] * 2)
-    tifffile.imwrite(tmp_path / "0.tif", two_images, photometric="rgb")
-    assert "it has 2 pages of 3 channels: save each page as a file of its own" in refused(tmp_path)
-
-
-def test_pages_that_the_check_has_not_seen_are_no_rgb_image(tmp_path):
-    """The check at the start reads a sample of the headers. The same error comes when the image is loaded."""
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_files_are_refused_by_name_at_the_check_and_later(tmp_path, kind):
+    """The check at the start reads a sample of the headers."""
+    ending, write, array, in_chans = OTHERS[kind]
+    write(tmp_path / f"1{ending}", array)
+    with pytest.raises(ImageError, match=f"1{ending}'"):
+        open_images("folder", tmp_path, in_chans=in_chans)
     for name in ("0", "2"):
-        Image.fromarray(pixels(3, "uint8")).save(tmp_path / f"{name}.tif")
-    write_pages(tmp_path / "1.tif", pixels(5, "uint8"))
-    images = FolderImages(tmp_path)
+        np.save(tmp_path / f"{name}.npy", pixels(in_chans, "uint8"))
+    images = FolderImages(tmp_path, in_chans=in_chans)
     images.num_checked = 2
     images.check()
-    assert_loads(images, 0, pixels(3, "uint8"))
-    with pytest.raises(ImageError, match="1.tif' cannot be decoded: it has 5 pages of 40 x 52 values"):
+    images.load(0)
+    with pytest.raises(ImageError, match=f"1{ending}'"):
         images.load(1)
 
 
@@ -298,14 +266,6 @@ def test_thumbnails_are_no_pages(tmp_path, flags):
     assert_loads(images, 0, array)
 
 
-def test_a_name_says_nothing_about_bits(tmp_path):
-    folder = tmp_path / "16 bits"
-    folder.mkdir()
-    tifffile.imwrite(folder / "0.tif", pixels(4, "uint8"), photometric="rgb")
-    (note,) = open_images("folder", folder, invalid=InvalidPixels(0.0)).notes
-    assert "has 4 bands" in note
-
-
 @pytest.mark.parametrize("nodata", [None, 65535.0])
 @pytest.mark.parametrize("place", [0, 3])
 def test_bits_that_any_image_loses_are_told(tmp_path, place, nodata):
@@ -315,12 +275,11 @@ def test_bits_that_any_image_loses_are_told(tmp_path, place, nodata):
         if i == place:
             array = pixels(3, "uint16")
         tifffile.imwrite(tmp_path / f"{i}.tif", array, photometric="rgb")
-    lost = f"{str(tmp_path / f'{place}.tif')!r} has 16 bits, but with 3 channels images become RGB of 8 bits"
     if nodata is None:
         (note,) = open_images("folder", tmp_path).notes
-        assert note == f"warning: {lost}: store the images as .npy to keep 16 bits"
+        assert f"{place}.tif' has 16 bits" in note
     else:
-        with pytest.raises(ImageError, match=f"--nodata 65535.0 cannot be compared with 16 bits: {re.escape(lost)}"):
+        with pytest.raises(ImageError, match="--nodata 65535"):
             open_images("folder", tmp_path, invalid=InvalidPixels(nodata))
 
 
@@ -332,7 +291,7 @@ def test_bands_that_are_not_read_are_told(tmp_path, bands):
         kind = {"photometric": "minisblack", "extrasamples": ["unassalpha"]}
     tifffile.imwrite(tmp_path / "0.tif", pixels(bands, "uint8"), planarconfig="contig", **kind)
     (note,) = open_images("folder", tmp_path).notes
-    assert f"has {bands} bands, but with 3 channels images become RGB of 8 bits: give --in_chans {bands}" in note
+    assert f"--in_chans {bands}" in note
     images = open_images("folder", tmp_path, in_chans=bands)
     assert images.notes == []
     assert_loads(images, 0, pixels(bands, "uint8"))
@@ -364,24 +323,16 @@ def test_an_ome_tiff_whose_bands_are_in_several_files_is_refused(tmp_path):
     for i in range(2):
         plane = pixels(1, "uint8", seed=i)[:, :, 0]
         tifffile.imwrite(tmp_path / f"{i}.ome.tif", plane, description=OME.format(i), metadata=None)
-    assert "some of its bands are in other files" in refused(tmp_path, in_chans=2)
     path = tmp_path / "0.ome.tif"
     for source in (str(path), io.BytesIO(path.read_bytes())):
-        with pytest.raises(FormatError, match="some of its bands are in other files"):
+        with pytest.raises(FormatError):
             read_format(source, in_chans=2)
 
 
-def test_an_ome_tiff_of_one_image_is_read_and_one_of_two_is_refused(tmp_path):
+def test_an_ome_tiff_of_one_image_is_read(tmp_path):
     array = np.moveaxis(pixels(2, "uint16"), -1, 0)
-    for number in (1, 2):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        with tifffile.TiffWriter(folder / "0.ome.tif", ome=True) as file:
-            for _ in range(number):
-                file.write(array, photometric="minisblack", metadata={"axes": "CYX"})
-    images = open_images("folder", tmp_path / "1", in_chans=2)
-    assert_loads(images, 0, pixels(2, "uint16"))
-    assert "it has 2 images of one size: save each in a file of its own" in refused(tmp_path / "2", in_chans=2)
+    tifffile.imwrite(tmp_path / "0.ome.tif", array, photometric="minisblack", metadata={"axes": "CYX"})
+    assert_loads(open_images("folder", tmp_path, in_chans=2), 0, pixels(2, "uint16"))
 
 
 def test_overviews_and_masks_are_no_pages(tmp_path):
@@ -403,27 +354,18 @@ def test_overviews_and_masks_are_no_pages(tmp_path):
 def test_an_image_of_one_channel_and_three_axes_is_no_stack(tmp_path):
     array = pixels(1, "uint16")
     tifffile.imwrite(tmp_path / "0.tif", array)
-    assert "has 1 channel of uint16, but the model takes 5 channels" in refused(tmp_path, in_chans=5)
+    with pytest.raises(ImageError):
+        open_images("folder", tmp_path, in_chans=5)
     images = open_images("folder", tmp_path, in_chans=1)
     assert_loads(images, 0, array)
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (
-            pixels(5, "float32"),
-            "0.tif' has 5 channels of uint16, but '.*7.npy' has 5 channels of float32: all images need",
-        ),
-        (pixels(4, "uint16"), "7.npy' has 4 channels of uint16, but the model takes 5 channels"),
-    ],
-    ids=["depth", "channels"],
-)
-def test_mixed_formats_are_named(tmp_path, other, message):
-    for i in range(3):
-        write_tiff(tmp_path / f"{i}.tif", pixels(5, "uint16", seed=i))
+@pytest.mark.parametrize("other", [pixels(5, "float32"), pixels(4, "uint16")], ids=["depth", "channels"])
+def test_mixed_formats_are_named(tmp_path, other):
+    save_arrays(tmp_path, *[pixels(5, "uint16", seed=i) for i in range(3)])
     np.save(tmp_path / "7.npy", other)
-    assert re.search(message, refused(tmp_path, in_chans=5))
+    with pytest.raises(ImageError, match="7.npy'"):
+        open_images("folder", tmp_path, in_chans=5)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -431,41 +373,24 @@ def test_floats_that_are_not_finite_name_the_bands(tmp_path, value):
     bad = pixels(5, "float32")
     bad[3, 4, [1, 3]] = value
     save_arrays(tmp_path, pixels(5, "float32"), bad)
-    message = refused(tmp_path, in_chans=5)
-    assert repr(str(tmp_path / "1.npy")) in message
-    assert "NaN or infinite values are in band 1, 3 (counted from 0): replace them, or see --nodata" in message
-
-
-PLANES = np.moveaxis(pixels(5, "uint16"), -1, 0)
-OTHER = [
-    (PLANES, 3, "its shape [5, 40, 52] is no [H, W, C]: save numpy.moveaxis("),
-    (PLANES, 5, "its shape [5, 40, 52] is no [H, W, C]: save numpy.moveaxis("),
-    (np.zeros(4, np.uint8), 5, "its shape is [4]; expected is [H, W] or [H, W, C]"),
-    (np.zeros((0, 4, 5), np.uint8), 5, "its shape is [0, 4, 5]; expected is"),
-]
-for kind in ("float64", "object"):
-    array = pixels(5, "uint8").astype(kind)
-    OTHER.append((array, 5, f"its values are {kind}; only uint8, uint16, float32 are read: convert it"))
-
-
-@pytest.mark.parametrize(("array", "in_chans", "message"), OTHER)
-def test_other_arrays_are_refused(tmp_path, array, in_chans, message):
-    np.save(tmp_path / "0.npy", array, allow_pickle=True)
-    assert message in refused(tmp_path, in_chans=in_chans)
+    with pytest.raises(ImageError, match="1.npy'.* band 1, 3"):
+        open_images("folder", tmp_path, in_chans=5)
 
 
 def test_files_that_would_need_gigabytes_are_refused_by_their_header(tmp_path, monkeypatch):
     save_arrays(tmp_path, pixels(5, "uint8"))
     monkeypatch.setattr(pixel_format, "max_pixels", lambda: 40 * 52 - 1)
     monkeypatch.replace_in(pixel_format, "np.load", lambda *args, **options: pytest.fail("the pixels are read"))
-    assert "52 x 40 pixels are more than" in refused(tmp_path, in_chans=5)
+    with pytest.raises(ImageError, match="0.npy'"):
+        open_images("folder", tmp_path, in_chans=5)
 
 
 @pytest.mark.parametrize("in_chans", [3, 5])
 def test_without_tifffile_the_message_says_what_to_install(tmp_path, monkeypatch, in_chans):
     write_tiff(tmp_path / "0.tif", pixels(5, "uint16"))
     monkeypatch.setattr(pixel_format, "tifffile", None)
-    assert "pip install tifffile" in refused(tmp_path, in_chans=in_chans)
+    with pytest.raises(ImageError, match="tifffile"):
+        open_images("folder", tmp_path, in_chans=in_chans)
 
 
 @pytest.mark.parametrize("form", ["npy", "contiguous"])
@@ -477,17 +402,6 @@ def test_damaged_files_are_named(tmp_path, form):
     images = open_images("folder", tmp_path, in_chans=5)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(ImageError, match=f"{path.name}' cannot be decoded"):
-        images.load(1)
-
-
-def test_an_image_of_another_format_is_unreadable(tmp_path):
-    """One that the sample of headers has missed."""
-    save_arrays(tmp_path, pixels(5, "uint16"), pixels(5, "float32"))
-    images = FolderImages(tmp_path, in_chans=5)
-    images.num_checked = 1
-    images.check()
-    images.load(0)
-    with pytest.raises(ImageError, match="it has 5 channels of float32, other images have 5 channels of uint16"):
         images.load(1)
 
 
