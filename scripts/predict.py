@@ -30,13 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from downstream.detection.masks import coco_masks
 from downstream.detection.predict_objects import Detections, choose_ids
-from downstream.segmentation.predict_labels import LabelMaps, describe_labels
+from downstream.segmentation.large_tiffs import format_of_large
+from downstream.segmentation.predict_labels import LabelMaps
 from encoders.trained import load, note_on_view
 from scripts.parts.predict_classes import Probabilities
 from util.code_version import code_version
 from util.data.images import EncodedImages
 from util.data.invalid_pixels import InvalidPixels
-from util.data.large_tiffs import format_of_large
 from util.data.statistics import normalizer
 from util.evaluate.predictions import Predictor, Progress, open_unlabelled, write_record
 from util.evaluate.session import Session, evaluation_session
@@ -60,7 +60,8 @@ def get_args_parser() -> Parser:
     flag(
         "--keep_size",
         action="store_true",
-        help="segmentation: do not scale images into --image_scale of the run, for scenes of which it saw tiles",
+        help="segmentation: do not scale images into --image_scale of the run, for scenes of which it saw tiles; TIFFs "
+        "may then have any size (pip install rasterio)",
     )
     flag(
         "--image_ids",
@@ -84,32 +85,22 @@ def get_args_parser() -> Parser:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """ValueError if --output_dir cannot be used."""
-    if args.output_dir.exists() and not args.output_dir.is_dir():
-        raise ValueError(f"--output_dir {str(args.output_dir)!r} is a file: give a folder")
+    """ValueError if predictions would be found among the images by the next start."""
     if args.output_dir.resolve().is_relative_to(Path(args.images).resolve()):
         raise ValueError(f"--output_dir {str(args.output_dir)!r} lies inside the images: choose another place")
 
 
-def open_images(args: argparse.Namespace, settings: Mapping[str, Any], is_in_parts: bool) -> EncodedImages:
-    """Opens the images as the run's were read. ValueError if there are none that the model takes.
-
-    is_in_parts: large images are read in parts.
-    """
+def open_images(args: argparse.Namespace, settings: Mapping[str, Any]) -> EncodedImages:
+    """Opens the images as the run's were read. ValueError if there are none that the model takes."""
     invalid = InvalidPixels.from_settings(settings)
     invalid.check(settings["in_chans"])
-    images = open_unlabelled(
-        args.images, in_chans=settings["in_chans"], use_pillow=uses_pillow(settings), invalid=invalid
-    )
+    use_pillow = settings.get("loader") == "reference"
+    images = open_unlabelled(args.images, in_chans=settings["in_chans"], use_pillow=use_pillow, invalid=invalid)
     large_format = None
-    if is_in_parts:
+    if args.keep_size:
         large_format = partial(format_of_large, images)
     images.choose_format(large_format)
     return images
-
-
-def uses_pillow(settings: Mapping[str, Any]) -> bool:
-    return settings.get("loader") == "reference"
 
 
 def refuse_other_tasks(args: argparse.Namespace, task: str) -> None:
@@ -122,8 +113,6 @@ def refuse_other_tasks(args: argparse.Namespace, task: str) -> None:
 
 def make_predictor(args: argparse.Namespace, session: Session) -> Predictor:
     """Returns what predicts the images that the flags name, by the model of the run. It writes the record."""
-    if not Path(args.run).exists():
-        raise ValueError(f"RUN {args.run!r} does not exist: give a checkpoint, or the folder of a run")
     weights = find_encoder(args.run, False, "run")
     assert weights is not None
     trained = load(weights.path)
@@ -131,17 +120,10 @@ def make_predictor(args: argparse.Namespace, session: Session) -> Predictor:
     if task == "encoder":
         raise ValueError(f"RUN {args.run!r} holds an encoder without a head: fine-tune it first")
     refuse_other_tasks(args, task)
-    facts: dict[str, Any] = {"task": task, "checkpoint": weights.path, "code": code_version()}
-    if task == "detection":
-        coco_masks()  # refuses to go on without the library
-    elif task == "segmentation":
-        facts |= describe_labels(trained)
-    else:
-        session.print(*note_on_view(trained.settings, args.run))
     settings = trained.settings
     if args.all_valid:
         settings = without_marks(settings)
-    images = open_images(args, settings, task == "segmentation")
+    images = open_images(args, settings)
     context = session.make_context(args, normalizer(settings, images.pixel_format), args.batch_size)
     session.print(f"{task} by {weights.path}: {count_of(len(images), 'image')} in {images.root}", *images.notes)
     chosen = {
@@ -152,13 +134,20 @@ def make_predictor(args: argparse.Namespace, session: Session) -> Predictor:
         "all_valid": args.all_valid,
         "precision": precision(args.precision, context.device).name,
     }
-    write_record(args.output_dir, chosen, facts)
+    facts: dict[str, Any] = {"task": task, "checkpoint": weights.path, "code": code_version()}
+    predictor: Predictor
     if task == "detection":
+        coco_masks()  # refuses to go on without the library
         ids = choose_ids(images, args.image_ids)
-        return Detections(trained, images, args.output_dir, context, ids, args.num_pictures)
-    if task == "segmentation":
-        return LabelMaps(trained, images, args.output_dir, context, args.keep_size, args.num_pictures)
-    return Probabilities(trained, images, args.output_dir, context, uses_pillow(settings))
+        predictor = Detections(trained, images, args.output_dir, context, ids, args.num_pictures)
+    elif task == "segmentation":
+        predictor = LabelMaps(trained, images, args.output_dir, context, args.keep_size, args.num_pictures)
+        facts |= predictor.facts()
+    else:
+        session.print(*note_on_view(settings, args.run))
+        predictor = Probabilities(trained, images, args.output_dir, context)
+    write_record(args.output_dir, chosen, facts)
+    return predictor
 
 
 def main(argv: Sequence[str] | None = None) -> None:

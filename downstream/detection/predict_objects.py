@@ -7,14 +7,15 @@
 pycocotools and others load both: `COCO("images.json").loadRes("detections.json")`.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from downstream.detection.annotations import read_json
 from downstream.detection.data import DetectionSample, PadAndStack, ResizeForDetection
 from downstream.detection.engine_detection import count_non_finite, detect
 from downstream.detection.objects import DetectedObject, coco_results
@@ -24,14 +25,12 @@ from encoders.trained import Trained
 from util.data.images import EncodedImages
 from util.data.transforms import Size
 from util.evaluate.loop import EvalContext
-from util.evaluate.predictions import PartFiles, Progress, name_of, output_paths, prepared_batches
+from util.evaluate.predictions import Progress, Results, name_of, output_paths, prepared_batches
 from util.pictures import save
 from util.run.files.reports import write_json
-from util.text import shorten
 
-RESULTS = "detections.json"
+DETECTIONS = "detections.json"
 IMAGES = "images.json"
-FORMAT_ERROR = "--image_ids {!r} is no JSON file with `images`, each with an `id` and a `file_name`: {}"
 
 
 class Seen(NamedTuple):
@@ -42,40 +41,29 @@ class Seen(NamedTuple):
     whole: Tensor
 
 
-class View:
-    """Resizes images for the model, so that their longer side has `side` pixels."""
-
-    def __init__(self, side: int) -> None:
-        self.resize = ResizeForDetection(side)
-
-    def __call__(self, img: Tensor) -> Seen:
-        return Seen(self.resize(img), (img.shape[1], img.shape[2]), img.contiguous())
-
-
-def read_ids(path: str | Path) -> dict[str, int]:
-    """Returns the ids of images by their `file_name` in a COCO-style JSON file, which may have no annotations."""
-    content = read_json(Path(path))
-    try:
-        return {image["file_name"]: int(image["id"]) for image in content["images"]}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(FORMAT_ERROR.format(str(path), repr(error))) from error
+def prepare(img: Tensor, resize: ResizeForDetection) -> Seen:
+    """Resizes an image [C, H, W] as stored for the model."""
+    return Seen(resize(img), (img.shape[1], img.shape[2]), img.contiguous())
 
 
 def choose_ids(images: EncodedImages, path: str | None) -> dict[str, int]:
-    """Returns the id of each image by its name: that in the file at `path`, or else its place, from 1.
+    """Returns the id of each image by its name: its place, from 1, or that in a COCO-style JSON file.
 
-    ValueError if the file lacks images.
+    The file may have no annotations. ValueError if it has another format, lacks images, or names one twice.
     """
     names = [name_of(images, i) for i in range(len(images))]
     if path is None:
         return {name: i for i, name in enumerate(names, 1)}
-    known = read_ids(path)
-    missing = [name for name in names if name not in known]
-    if missing:
+    try:
+        known = {image["file_name"]: int(image["id"]) for image in json.loads(Path(path).read_bytes())["images"]}
+        ids = {name: known[name] for name in names}
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"--image_ids {path!r} has no id for {len(missing)} of {len(names)} images: {shorten(missing)}"
-        )
-    return {name: known[name] for name in names}
+            f"--image_ids {path!r} is no JSON file with `images`, each with an `id` and a `file_name`: {error!r}"
+        ) from error
+    if len(set(ids.values())) < len(ids):
+        raise ValueError(f"--image_ids {path!r} gives two images one id")
+    return ids
 
 
 class Detections:
@@ -98,29 +86,22 @@ class Detections:
         self.ids = ids
         self.num_pictures = num_pictures
         self.picture_paths = output_paths(out / "pictures", images, lambda name: f"{Path(name).suffix}.png")
-        self.parts = PartFiles(out)
+        self.results = Results(out)
 
     def missing(self) -> list[int]:
         """Returns the images without results."""
-        return [i for i in range(len(self.images)) if name_of(self.images, i) not in self.parts.results]
-
-    def write_missing(self, progress: Progress) -> None:
-        """Predicts the images that are missing, and writes both files. FloatingPointError if outputs are not finite."""
-        try:
-            self.predict(self.missing(), progress)
-        finally:
-            self.parts.save()
-        self.join()
+        return [i for i in range(len(self.images)) if name_of(self.images, i) not in self.results.by_name]
 
     @torch.no_grad()
-    def predict(self, indices: list[int], progress: Progress) -> None:
-        """Adds the objects of images to the parts."""
+    def write_missing(self, progress: Progress) -> None:
+        """Predicts the images that are missing, and writes both files. FloatingPointError if outputs are not finite."""
         side = self.model.img_size[0]
         category_ids = [category for category, _ in self.categories]
         stack = PadAndStack(side)
         context = self.context.one_by_one()
         with count_non_finite(self.model, context.device) as num_bad:
-            for batch in prepared_batches(self.images, indices, View(side), context, progress):
+            view = partial(prepare, resize=ResizeForDetection(side))
+            for batch in prepared_batches(self.images, self.missing(), view, context, progress):
                 for i, seen in batch:
                     objects = detect(self.model, stack([(seen.sample,)]), seen.size, context)
                     if num_bad > 0:
@@ -132,7 +113,8 @@ class Detections:
                         self.write_picture(i, seen.whole, objects)
                     name = name_of(self.images, i)
                     results = coco_results(objects, self.ids[name], category_ids)
-                    self.parts.add(name, {"size": list(seen.size), "results": results})
+                    self.results.add(name, {"size": list(seen.size), "results": results})
+        self.join()
 
     def write_picture(self, i: int, img: Tensor, objects: Sequence[DetectedObject]) -> None:
         """Writes a picture of the likely objects of an image [C, H, W] as stored."""
@@ -149,7 +131,7 @@ class Detections:
         images = []
         results = []
         for name, image_id in sorted(self.ids.items(), key=lambda item: item[1]):
-            found = self.parts.results.get(name)
+            found = self.results.by_name.get(name)
             if found is None:
                 continue
             height, width = found["size"]
@@ -158,4 +140,4 @@ class Detections:
                 results.append({**result, "image_id": image_id})
         categories = [{"id": category, "name": name} for category, name in self.categories]
         write_json(self.out / IMAGES, {"images": images, "annotations": [], "categories": categories})
-        write_json(self.out / RESULTS, results)
+        write_json(self.out / DETECTIONS, results)

@@ -107,60 +107,50 @@ def window_starts(length: int, window: int, stride: int) -> list[int]:
     return [*range(0, last, stride), last]
 
 
-class Block(NamedTuple):
-    """A part of an image that no further window covers. logits: the mean of all windows, [K, rows, columns]."""
+class RowsOfLogits(NamedTuple):
+    """Rows of an image that no further window covers. logits: the mean of all windows, [K, h, W]."""
 
     rows: slice
-    columns: slice
     logits: Tensor
 
 
 def slide_logits(predict: Callable[[Tensor], Tensor], img: Tensor, window: Size, stride: int) -> Tensor:
     """Returns the mean logits [K, H, W] of all windows that cover each pixel of a normalised image [C, H, W].
 
-    predict, window, stride: see `slide_blocks`.
+    predict, window, stride: see `slide_rows`.
     """
     height, width = img.shape[-2:]
     logits: Tensor | None = None
-    for block in slide_blocks(predict, lambda rows, columns: img[:, rows, columns], (height, width), window, stride):
+    for finished in slide_rows(predict, lambda rows, columns: img[:, rows, columns], (height, width), window, stride):
         if logits is None:
-            logits = block.logits.new_empty(len(block.logits), height, width)
-        logits[:, block.rows, block.columns] = block.logits
+            logits = finished.logits.new_empty(len(finished.logits), height, width)
+        logits[:, finished.rows] = finished.logits
     assert logits is not None
     return logits
 
 
-def slide_blocks(
+def slide_rows(
     predict: Callable[[Tensor], Tensor],
     read: Callable[[slice, slice], Tensor],
     size: Size,
     window: Size,
     stride: int,
-    wanted: slice | None = None,
-) -> Iterator[Block]:
-    """Yields the mean logits of an image, row by row. Blocks lie between the places where windows begin.
-
-    Beside a batch of windows, the sums of as many rows as a window has are held.
+) -> Iterator[RowsOfLogits]:
+    """Yields the mean logits of an image from top to bottom. The sums of as many rows as a window has are held.
 
     predict: `predict(imgs [n, C, *window]) -> logits [n, K, h, w]`, which are resized to the window; n is at most
     MAX_WINDOWS. read: `read(rows, columns)` returns that part of the normalised image, [C, h, w]. size: (height, width)
-    of the image. One smaller than the window is padded with zeros at the bottom and the right. wanted: columns that are
-    yielded, which begin where a window does (default: all).
+    of the image. One smaller than the window is padded with zeros at the bottom and the right.
     """
     height, width = size
     window_height, window_width = window
     tops = window_starts(height, window_height, stride)
-    all_lefts = window_starts(width, window_width, stride)
-    if wanted is None:
-        wanted = slice(0, max(width, window_width))
-    lefts = [left for left in all_lefts if wanted.start < left + window_width and left < wanted.stop]
+    lefts = window_starts(width, window_width, stride)
     row_counts = count_windows(tops, window_height)
-    column_counts = count_windows(all_lefts, window_width)
-    ends_below = dict(zip(tops, [*tops[1:], tops[-1] + window_height], strict=True))
-    ends_right = dict(zip(lefts, [*lefts[1:], wanted.stop], strict=True))
+    column_counts = count_windows(lefts, window_width)
+    next_tops = dict(zip(tops, [*tops[1:], tops[-1] + window_height], strict=True))
     boxes = [(top, left) for top in tops for left in lefts]
-    held_width = lefts[-1] + window_width - lefts[0]
-    sums: Tensor | None = None  # [K, window_height, held_width]; row r of the image is row r % window_height
+    sums: Tensor | None = None  # [K, window_height, W] of the rows that begin where the current windows do
     for first in range(0, len(boxes), MAX_WINDOWS):
         batch = boxes[first : first + MAX_WINDOWS]
         parts = []
@@ -173,28 +163,20 @@ def slide_blocks(
         logits = predict(imgs).float()
         del imgs
         if sums is None:
-            sums = logits.new_zeros(logits.shape[1], window_height, held_width)
+            sums = logits.new_zeros(logits.shape[1], window_height, len(column_counts))
             row_counts = row_counts.to(sums.device)
             column_counts = column_counts.to(sums.device)
         for (top, left), values in zip(batch, logits, strict=True):
-            resized = resize_logits(values, window)
-            turn = top % window_height
-            held = sums[:, :, left - lefts[0] : left - lefts[0] + window_width]
-            held[:, turn:] += resized[:, : window_height - turn]
-            held[:, :turn] += resized[:, window_height - turn :]
-            # No later window covers this one up to where the next ones begin.
-            bottom = ends_below[top]
-            right = ends_right[left]
-            places = torch.arange(top, bottom, device=sums.device) % window_height
-            total = held[:, places, : right - left]
-            held[:, places, : right - left] = 0
-            if left < wanted.start:
-                continue  # the sums lack windows further left
-            counts = row_counts[top:bottom, None] * column_counts[left:right]
-            mean = total / counts
-            rows = slice(top, min(bottom, height))
-            columns = slice(left, min(right, width))
-            yield Block(rows, columns, mean[:, : rows.stop - top, : columns.stop - left])
+            sums[:, :, left : left + window_width] += resize_logits(values, window)
+            if left < lefts[-1]:
+                continue
+            bottom = next_tops[top]
+            num_rows = bottom - top
+            mean = sums[:, :num_rows] / (row_counts[top:bottom, None] * column_counts)
+            yield RowsOfLogits(slice(top, min(bottom, height)), mean[:, : height - top, :width])
+            unfinished = sums[:, num_rows:].clone()
+            sums.zero_()
+            sums[:, : window_height - num_rows] = unfinished
 
 
 def pad_and_stack(parts: Sequence[Tensor], size: Size) -> Tensor:

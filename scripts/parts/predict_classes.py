@@ -1,92 +1,66 @@
-"""Class probabilities of images without labels: OUT/predictions.csv.
+"""Class probabilities of images without labels: OUT/predictions.csv."""
 
-It is the file that `main_finetune.py --predictions` writes, without the column `class`.
-"""
-
+import csv
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from encoders.trained import Trained
-from engine_finetune import format_probabilities, write_rows
+from util.atomic import replaced_file
 from util.data.images import EncodedImages
 from util.data.invalid_pixels import transform_valid
 from util.data.transforms import ResizeCenterCrop
 from util.evaluate.loop import EvalContext
-from util.evaluate.predictions import PartFiles, Progress, prepared_batches
+from util.evaluate.predictions import Progress, Results, prepared_batches
 
-RESULTS = "predictions.csv"
-
-
-class View:
-    """Crops images as the evaluation does."""
-
-    def __init__(self, crop: ResizeCenterCrop, has_invalid: bool) -> None:
-        self.crop = crop
-        self.has_invalid = has_invalid
-
-    def __call__(self, img: torch.Tensor) -> torch.Tensor:
-        """Crops [C, H, W] as stored."""
-        if self.has_invalid:
-            return transform_valid(self.crop, img, 0, 0)
-        return self.crop(img)
+CSV = "predictions.csv"
 
 
 class Probabilities:
     """Predicts and writes the probabilities of images."""
 
-    def __init__(
-        self, classifier: Trained, images: EncodedImages, out: Path, context: EvalContext, use_pillow: bool
-    ) -> None:
-        settings = classifier.settings
-        self.model = classifier.model.to(context.device)
-        self.classes = class_names(classifier)
+    def __init__(self, trained: Trained, images: EncodedImages, out: Path, context: EvalContext) -> None:
+        settings = trained.settings
+        self.model = trained.model.to(context.device)
+        self.classes = trained.weights.info.classes or [str(k) for k in range(settings["nb_classes"])]
         self.images = images
-        self.path = out / RESULTS
+        self.path = out / CSV
         self.context = context
-        crop = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], use_pillow)
-        self.view = View(crop, images.pixel_format.has_invalid)
-        self.parts = PartFiles(out)
+        self.crop = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], images.use_pillow)
+        self.results = Results(out)
 
     def missing(self) -> list[int]:
         """Returns the images without results."""
-        return [i for i in range(len(self.images)) if self.name_in_parts(i) not in self.parts.results]
+        return [i for i in range(len(self.images)) if self.place(i) not in self.results.by_name]
 
-    def name_in_parts(self, i: int) -> str:
+    def place(self, i: int) -> str:
         """Returns the path of an image, whatever folder the program is started in."""
         return os.path.abspath(self.images.path(i))
 
+    @torch.no_grad()
     def write_missing(self, progress: Progress) -> None:
         """Predicts the images that are missing, and writes the file. FloatingPointError if logits are not finite."""
-        try:
-            self.predict(self.missing(), progress)
-        finally:
-            self.parts.save()
-        rows = []
-        for i in range(len(self.images)):
-            probabilities = self.parts.results.get(self.name_in_parts(i))
-            if probabilities is not None:
-                rows.append([self.images.path(i), *probabilities])
-        write_rows(self.path, ["image", *self.classes], rows)
-
-    @torch.no_grad()
-    def predict(self, indices: list[int], progress: Progress) -> None:
-        """Adds the probabilities of images to the parts."""
-        size = self.view.crop.size
-        for batch in prepared_batches(self.images, indices, self.view, self.context, progress, size):
+        prepare: Callable[[torch.Tensor], torch.Tensor] = self.crop
+        if self.images.pixel_format.has_invalid:
+            prepare = partial(transform_valid, self.crop, epoch=0, index=0)
+        for batch in prepared_batches(self.images, self.missing(), prepare, self.context, progress, self.crop.size):
             imgs = torch.stack([img for _, img in batch]).to(self.context.device, non_blocking=True)
             with self.context.autocast():
                 logits = self.model(self.context.normalize(imgs)).float()
             if not logits.isfinite().all():
                 raise FloatingPointError("the logits are not finite: try --precision fp32, and check --mean and --std")
-            probabilities = logits.softmax(dim=1).cpu()
-            for (i, _), row in zip(batch, probabilities, strict=True):
-                self.parts.add(self.name_in_parts(i), format_probabilities(row))
-
-
-def class_names(classifier: Trained) -> list[str]:
-    """Returns the names of the classes; their numbers, if the file has none."""
-    if classifier.weights.info.classes:
-        return classifier.weights.info.classes
-    return [str(k) for k in range(classifier.settings["nb_classes"])]
+            for (i, _), row in zip(batch, logits.softmax(dim=1).tolist(), strict=True):
+                self.results.add(self.place(i), [f"{value:.6g}" for value in row])
+        # Names of files need not be UTF-8.
+        with (
+            replaced_file(self.path) as temporary,
+            open(temporary, "w", newline="", encoding="utf-8", errors="surrogateescape") as file,
+        ):
+            writer = csv.writer(file)
+            writer.writerow(["image", *self.classes])
+            for i in range(len(self.images)):
+                if self.place(i) in self.results.by_name:
+                    writer.writerow([self.images.path(i), *self.results.by_name[self.place(i)]])

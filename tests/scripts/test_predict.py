@@ -2,7 +2,7 @@
 
 import csv
 import json
-import re
+import os
 import shutil
 
 import numpy as np
@@ -10,21 +10,19 @@ import pytest
 import torch
 from PIL import Image
 
-from downstream.detection import predict_objects
 from downstream.segmentation import predict_labels
-from downstream.segmentation.predict_labels import LabelMaps
 from encoders.trained import load
 from scripts import pack_dataset, predict
-from scripts.parts import predict_classes
 from tests.conftest import write_photo
 from tests.downstream.bands import bands, write_array, write_bands
 from tests.downstream.conftest import detected, encoder, segmented, shapes, striped  # noqa: F401  (fixtures)
 from tests.downstream.dense import detect, segment
 from tests.downstream.segmentation.pairs import write_pairs
 from tests.runs import evaluate, finetune, refused
-from util.data import pixel_format
-from util.evaluate import predictions
-from util.evaluate.predictions import open_unlabelled
+from util.data import decode, pixel_format
+from util.data.images import ImageFiles
+from util.data.transforms import ResizeCenterCrop, to_tensor
+from util.evaluate.predictions import RECORD, Results, name_of, open_unlabelled, output_paths
 from util.evaluate.results import RESULTS
 from util.run.files.reports import read_json
 
@@ -43,119 +41,107 @@ def files_in(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def interrupt_at(monkeypatch, module, name, number):
-    """Has a function raise KeyboardInterrupt at its call of this number, from 0. Returns the list of its calls."""
-    function = getattr(module, name)
-    calls = []
-
-    def counted(*args, **options):
-        calls.append(args)
-        if len(calls) == number + 1:
-            raise KeyboardInterrupt
-        return function(*args, **options)
-
-    monkeypatch.setattr(module, name, counted)
-    return calls
-
-
 # ------------------------------------------------------------------------------------------------------- classification
 
 
-def rows_of(path):
-    with open(path, newline="") as file:
+def rows_of(out):
+    with open(out / "predictions.csv", newline="", encoding="utf-8", errors="surrogateescape") as file:
         return list(csv.DictReader(file))
 
 
 @pytest.fixture(scope="module")
 def classified(labelled, tmp_path_factory):
-    """(the folder of a fine-tuned classifier, the probabilities that its evaluation has written for val/)."""
+    """The folder of a fine-tuned classifier."""
     folder = tmp_path_factory.mktemp("classifier")
-    finetune(labelled, folder / "run", "--epochs", 1)
-    evaluate(labelled, folder / "run", "--predictions", folder / "evaluated.csv")
-    return folder / "run", rows_of(folder / "evaluated.csv")
+    finetune(labelled, folder, "--epochs", 1)
+    return folder
 
 
-def without_class(rows):
-    return [{name: value for name, value in row.items() if name != "class"} for row in rows]
+@pytest.fixture(scope="module")
+def expected(classified, labelled, tmp_path_factory):
+    """The predictions for val/."""
+    out = tmp_path_factory.mktemp("predictions")
+    run(classified, labelled / "val", out, "--batch_size", 4)
+    return rows_of(out)
 
 
-def test_probabilities_are_those_of_the_evaluation(classified, labelled, tmp_path):
-    folder, expected = classified
-    assert run(folder, labelled / "val", tmp_path / "out", "--batch_size", 4) == 0
-    assert rows_of(tmp_path / "out" / "predictions.csv") == without_class(expected)
+def test_probabilities_are_those_of_a_loop_and_of_the_evaluation(classified, labelled, expected):
+    trained = load(classified)
+    settings = trained.settings
+    crop = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], False)
+    mean, std = (torch.tensor(settings[name])[:, None, None] for name in ("mean", "std"))
+    hits = 0
+    for row, path in zip(expected, sorted((labelled / "val").rglob("*.png")), strict=True):
+        assert row["image"] == str(path)
+        img = crop(to_tensor(np.array(Image.open(path).convert("RGB"))))
+        with torch.no_grad():
+            probabilities = trained.model(((img / 255 - mean) / std)[None]).softmax(dim=1)[0].tolist()
+        assert [float(row["cat"]), float(row["dog"])] == pytest.approx(probabilities, abs=1e-4)
+        hits += path.parent.name == max("cat", "dog", key=lambda name: float(row[name]))
+    assert evaluate(labelled, classified)["top1"] == pytest.approx(100 * hits / len(expected))
 
 
-def test_a_list_and_packed_shards_give_the_same(classified, labelled, tmp_path, monkeypatch):
-    folder, expected = classified
+def test_a_list_and_packed_shards_give_the_same(classified, labelled, expected, tmp_path):
     pack_dataset.main([str(labelled), str(tmp_path / "packed"), "--workers", "1"])
     paths = [row["image"] for row in expected]
-    (tmp_path / "list.txt").write_text("\n".join([*paths[::-1], ""]))
+    (tmp_path / "list.txt").write_text("\n".join([*paths[::-1], ""]), encoding="utf-8-sig")
     packed = tmp_path / "packed" / "val"
-    assert run(folder, tmp_path / "list.txt", tmp_path / "listed") == 0
-    assert run(folder, packed, tmp_path / "unpacked", "--num_workers", 1) == 0
-    listed = rows_of(tmp_path / "listed" / "predictions.csv")
-    assert listed == without_class(expected)[::-1]
-    unpacked = rows_of(tmp_path / "unpacked" / "predictions.csv")
-    for row, other in zip(unpacked, expected, strict=True):
+    assert run(classified, tmp_path / "list.txt", tmp_path / "listed") == 0
+    assert run(classified, packed, tmp_path / "unpacked", "--num_workers", 1) == 0
+    assert rows_of(tmp_path / "listed") == expected[::-1]
+    for row, other in zip(rows_of(tmp_path / "unpacked"), expected, strict=True):
         assert row["image"].endswith("/".join(other["image"].split("/")[-2:]))
         assert (row["cat"], row["dog"]) == (other["cat"], other["dog"])
 
 
-def test_an_interrupted_classification_goes_on(classified, labelled, tmp_path, monkeypatch):
-    folder, expected = classified
-    monkeypatch.setattr(predictions, "IMAGES_PER_PART", 2)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt_at(patch, predict_classes, "format_probabilities", 5)
-        run(folder, labelled / "val", tmp_path / "out", "--batch_size", 1)
-    assert not (tmp_path / "out" / "predictions.csv").exists()
-    assert not [name for name in files_in(tmp_path / "out") if ".tmp-" in name]
-    calls = interrupt_at(monkeypatch, predict_classes, "format_probabilities", 99)
-    run(folder, labelled / "val", tmp_path / "out")
-    assert len(calls) == 2  # of seven images
-    assert rows_of(tmp_path / "out" / "predictions.csv") == without_class(expected)
-    run(folder, labelled / "val", tmp_path / "out")
-    assert len(calls) == 2
-
-
-def test_new_images_are_added(classified, labelled, tmp_path, monkeypatch):
-    folder, expected = classified
+def test_new_images_and_those_after_an_interruption_are_added(classified, labelled, expected, tmp_path, monkeypatch):
+    """What a line of the results holds is not predicted again, and a part of a line is no result."""
     shutil.copytree(labelled / "val", tmp_path / "images")
-    first = min((tmp_path / "images").rglob("*.png"))
+    first, second, *_ = sorted((tmp_path / "images").rglob("*.png"))
     first.rename(tmp_path / "kept.png")
-    run(folder, tmp_path / "images", tmp_path / "out")
+    run(classified, tmp_path / "images", tmp_path / "out")
     (tmp_path / "kept.png").rename(first)
-    calls = interrupt_at(monkeypatch, predict_classes, "format_probabilities", 99)
+    lines = Results(tmp_path / "out").path
+    known = Results(tmp_path / "out").by_name
+    assert len(known) == len(expected) - 1
+    lines.unlink()
+    Results(tmp_path / "out").add(str(second), ["done", "before"])
+    lines.write_text(lines.read_text() + "\n" + json.dumps([str(first), ["0.1", "0.9"]])[:-1])
     monkeypatch.chdir(tmp_path)
-    run(folder, "images", "out")
-    assert len(calls) == 1  # although the folder is named in another way
-    found = rows_of(tmp_path / "out" / "predictions.csv")
-    assert [row["cat"] for row in found] == [row["cat"] for row in expected]
+    run(classified, "images", "out")  # the folder is named in another way
+    found = [[row["cat"], row["dog"]] for row in rows_of(tmp_path / "out")]
+    wanted = [[row["cat"], row["dog"]] for row in expected]
+    assert found == [wanted[0], ["done", "before"], *wanted[2:]]
 
 
-def test_what_cannot_be_read_is_named_and_the_others_go_on(classified, labelled, tmp_path, capsys):
-    folder, expected = classified
+def test_what_cannot_be_read_is_named_and_the_others_go_on(classified, labelled, expected, tmp_path, capsys):
     shutil.copytree(labelled / "val", tmp_path / "images")
     (tmp_path / "images" / "bird").mkdir()
     (tmp_path / "images" / "bird" / "broken.jpg").write_bytes(b"\xff\xd8 no image")
-    (tmp_path / "images" / "anim.gif").write_bytes(b"GIF89a")
-    assert run(folder, tmp_path / "images", tmp_path / "out") == 1
-    out, err = capsys.readouterr()
-    assert f"not predicted: '{tmp_path / 'images' / 'bird' / 'broken.jpg'}'" in err
-    assert err.endswith("predict.py: error: 1 image cannot be read\n")
-    assert "note: not read: 1 file ending in .gif" in out
-    assert "predicted 7 of 8 images" in out
-    found = rows_of(tmp_path / "out" / "predictions.csv")
-    assert [row["cat"] for row in found] == [row["cat"] for row in expected]
+    assert run(classified, tmp_path / "images", tmp_path / "out") == 1
+    assert str(tmp_path / "images" / "bird" / "broken.jpg") in capsys.readouterr().err
+    assert [row["cat"] for row in rows_of(tmp_path / "out")] == [row["cat"] for row in expected]
+
+
+def test_names_need_not_be_unicode(classified, labelled, expected, tmp_path):
+    (tmp_path / "images").mkdir()
+    name = os.fsdecode(b"caf\xe9.png")
+    shutil.copy(expected[0]["image"], tmp_path / "images" / name)
+    assert run(classified, tmp_path / "images", tmp_path / "out") == 0
+    (row,) = rows_of(tmp_path / "out")
+    assert row["image"] == str(tmp_path / "images" / name)
 
 
 def test_invalid_pixels_are_seen_as_in_the_evaluation(labelled, tmp_path):
     finetune(labelled, tmp_path / "run", "--epochs", 1, "--nodata", 127)
-    evaluate(labelled, tmp_path / "run", "--predictions", tmp_path / "evaluated.csv")
     assert run(tmp_path / "run", labelled / "val", tmp_path / "out") == 0
     assert run(tmp_path / "run", labelled / "val", tmp_path / "valid", "--all_valid") == 0
-    found = rows_of(tmp_path / "out" / "predictions.csv")
-    assert found == without_class(rows_of(tmp_path / "evaluated.csv"))
-    assert found != rows_of(tmp_path / "valid" / "predictions.csv")
+    found = rows_of(tmp_path / "out")
+    assert found != rows_of(tmp_path / "valid")
+    hits = sum((float(row["cat"]) > float(row["dog"])) == ("/cat/" in row["image"]) for row in found)
+    loss = -sum(np.log(float(row["cat" if "/cat/" in row["image"] else "dog"])) for row in found) / len(found)
+    scores = evaluate(labelled, tmp_path / "run")
+    assert (scores["top1"], scores["loss"]) == pytest.approx((100 * hits / len(found), loss), abs=1e-4)
 
 
 # --------------------------------------------------------------------------------------------------------- segmentation
@@ -237,7 +223,7 @@ def test_the_record_holds_the_colors_of_the_pictures(scenes, tmp_path):
     array = np.zeros((30, 40, 5), np.uint16)
     write_array(tmp_path / "black.tif", array)
     assert run(folder, tmp_path / "black.tif", tmp_path / "out") == 0
-    colors = read_json(tmp_path / "out" / "predict.json")["colors"]
+    colors = read_json(tmp_path / "out" / RECORD)["colors"]
     assert set(colors) == {"1", "2", "3"}
     labels = read_tiff(tmp_path / "out" / "labels" / "black.tif")
     of_classes = np.array([colors[str(value)] for value in labels.ravel()]).reshape(30, 40, 3)
@@ -249,8 +235,7 @@ def test_the_record_holds_the_colors_of_the_pictures(scenes, tmp_path):
 GEO = [
     (33550, "d", 3, (10.0, 10.0, 0.0), True),
     (33922, "d", 6, (0.0, 0.0, 0.0, 5e5, 4.6e6, 0.0), True),
-    (34735, "H", 8, (1, 1, 0, 1, 3072, 0, 1, 32633), True),
-    (34737, "s", 0, "WGS 84 / UTM zone 33N|", True),
+    (34735, "H", 16, (1, 1, 0, 3, 1024, 0, 1, 1, 1025, 0, 1, 1, 3072, 0, 1, 32633), True),
     (42113, "s", 0, "0", True),
 ]
 LAYOUTS = {
@@ -258,21 +243,16 @@ LAYOUTS = {
     "strips": dict(planarconfig="contig", compression="zlib", rowsperstrip=7),
     "tiles": dict(planarconfig="contig", tile=(16, 32), compression="zlib"),
     "planes": dict(planarconfig="separate", tile=(32, 16), compression="zlib"),
-    "whole_planes": dict(planarconfig="separate"),
-    "pages": {},
     "big_endian": dict(planarconfig="contig", byteorder=">"),
 }
 
 
-def write_layouts(folder, array):
-    """Writes [H, W, C] as TIFFs of several layouts."""
-    tifffile = pytest.importorskip("tifffile")
-    folder.mkdir()
-    for name, layout in LAYOUTS.items():
-        values = array
-        if layout.get("planarconfig") != "contig":
-            values = np.moveaxis(array, -1, 0)
-        tifffile.imwrite(folder / f"{name}.tif", values, photometric="minisblack", extratags=GEO, **layout)
+def write_layout(path, array, **layout):
+    """Writes [H, W, C] as a TIFF of a layout. Without one, each channel is a page."""
+    values = array
+    if layout.get("planarconfig") != "contig":
+        values = np.moveaxis(array, -1, 0)
+    pytest.importorskip("tifffile").imwrite(path, values, photometric="minisblack", extratags=GEO, **layout)
 
 
 def slow_labels(folder, array, side=16, stride=10):
@@ -295,91 +275,93 @@ def slow_labels(folder, array, side=16, stride=10):
     return (total / count).argmax(dim=0).numpy()
 
 
-@pytest.mark.parametrize(("most", "strip_bytes"), [(2**22, 0), (0, 2**22), (0, 0)])
-def test_a_scene_in_parts_is_the_scene_as_a_whole(scenes, tmp_path, monkeypatch, most, strip_bytes):
-    """Whatever its layout is. The geo tags are kept, and nodata is that of the label map."""
-    monkeypatch.setattr(predict_labels, "MAX_WHOLE", most)
-    monkeypatch.setattr(predict_labels, "STRIP_BYTES", strip_bytes)
-    if most == 0:
-        monkeypatch.setattr(pixel_format, "max_pixels", lambda: 1000)  # no image can be read as a whole
+@pytest.fixture(params=["whole", "in parts"])
+def in_parts(request, monkeypatch):
+    """Whether all TIFFs are large, and too large to be read as a whole."""
+    if request.param == "in parts":
+        pytest.importorskip("rasterio")
+        monkeypatch.setattr(predict_labels, "MAX_WHOLE", 0)
+        for module in (predict_labels, decode, pixel_format):
+            monkeypatch.setattr(module, "max_pixels", lambda: 1000)
+    return request.param == "in parts"
+
+
+def test_a_scene_in_parts_is_the_scene_as_a_whole(scenes, in_parts, tmp_path):
+    """Whatever its layout is. The georeference is kept, and nodata is that of the label map."""
+    rasterio = pytest.importorskip("rasterio")
     folder, _ = scenes
     array = bands(9, size=(53, 77))
-    write_layouts(tmp_path / "scenes", array)
+    (tmp_path / "scenes").mkdir()
+    for name, layout in LAYOUTS.items():
+        write_layout(tmp_path / "scenes" / f"{name}.tif", array, **layout)
     assert run(folder, tmp_path / "scenes", tmp_path / "out", "--keep_size") == 0
     expected = slow_labels(folder, array) + 1
     for name in LAYOUTS:
-        path = tmp_path / "out" / "labels" / f"{name}.tif"
-        found = read_tiff(path)
-        assert (found != expected).mean() < 1e-3, name  # rounding
+        with rasterio.open(tmp_path / "out" / "labels" / f"{name}.tif") as file:
+            assert (file.read(1) != expected).mean() < 1e-3, name  # rounding
+            assert file.profile["tiled"]
+            assert file.compression.name == "deflate"
+            with rasterio.open(tmp_path / "scenes" / f"{name}.tif") as scene:
+                assert file.crs == scene.crs == rasterio.crs.CRS.from_epsg(32633)
+                assert file.transform == scene.transform == rasterio.Affine(10, 0, 5e5, 0, -10, 4.6e6)
+            assert file.nodata == 255
         picture = np.array(Image.open(tmp_path / "out" / "pictures" / f"{name}.png"))
         assert picture.shape == (77, 53, 3)
         assert (picture.max(axis=2) > 0).all()  # no part is left out
-    with pytest.importorskip("tifffile").TiffFile(path) as file:
-        page = file.pages[0]
-        assert page.is_tiled
-        assert page.compression == 8
-        for code, _, _, value, _ in GEO:
-            assert page.tags[code].value == (value if code != 42113 else "255")
 
 
-def test_one_strip_is_the_whole_bit_for_bit(scenes, tmp_path, monkeypatch):
+def write_turned(path, array):
+    pytest.importorskip("tifffile").imwrite(
+        path, array, photometric="minisblack", planarconfig="contig", extratags=[(274, "H", 1, 6, True)]
+    )
+
+
+def write_short(path, array):
+    write_layout(path, array, **LAYOUTS["tiles"])
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+UNREADABLE = {
+    "pages": write_layout,
+    "half": lambda path, array: write_layout(path, array.astype(np.float16), planarconfig="contig"),
+    "other": lambda path, array: write_layout(path, array.astype(np.float32), planarconfig="contig"),
+    "bands": lambda path, array: write_layout(path, array[..., :4], planarconfig="contig"),
+    "turned": write_turned,
+    "short": write_short,
+}
+
+
+def test_what_of_large_scenes_is_not_read_is_named(scenes, tmp_path, monkeypatch, capsys):
+    """Rasterio would read other values of them, or none."""
+    pytest.importorskip("rasterio")
     folder, _ = scenes
-    write_layouts(tmp_path / "scenes", bands(3, size=(90, 41)))
-    run(folder, tmp_path / "scenes", tmp_path / "whole", "--keep_size")
+    (tmp_path / "scenes").mkdir()
+    for name, write in {"a": lambda path, array: write_layout(path, array, **LAYOUTS["tiles"]), **UNREADABLE}.items():
+        write(tmp_path / "scenes" / f"{name}.tif", bands(9, size=(53, 77)))
     monkeypatch.setattr(predict_labels, "MAX_WHOLE", 0)
-    run(folder, tmp_path / "scenes", tmp_path / "bands", "--keep_size")
-    for kind in ("labels", "pictures"):
-        for name in files_in(tmp_path / "whole" / kind):
-            whole = (tmp_path / "whole" / kind / name).read_bytes()
-            assert (tmp_path / "bands" / kind / name).read_bytes() == whole, name
-
-
-def test_what_of_large_scenes_cannot_be_read_is_named(segmented, tmp_path, monkeypatch, capsys):  # noqa: F811
-    """A file that is cut short, and a grey one, which would be made RGB if it were not too large to be read whole."""
-    tifffile = pytest.importorskip("tifffile")
-    array = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
-    (tmp_path / "images").mkdir()
-    for name in ("a", "b"):
-        tifffile.imwrite(tmp_path / "images" / f"{name}.tif", array, photometric="rgb", tile=(16, 16))
-    tifffile.imwrite(tmp_path / "images" / "c.tif", array[..., 0], tile=(16, 16))
-    whole = (tmp_path / "images" / "b.tif").read_bytes()
-    run(segmented, tmp_path / "images", tmp_path / "whole", "--keep_size")
-    (tmp_path / "images" / "b.tif").write_bytes(whole[: len(whole) // 2])
-    monkeypatch.setattr(predict_labels, "MAX_WHOLE", 0)
-    monkeypatch.setattr(predict_labels, "max_pixels", lambda: 1000)
-    capsys.readouterr()
-    assert run(segmented, tmp_path / "images", tmp_path / "out", "--keep_size") == 1
+    for module in (predict_labels, decode, pixel_format):
+        monkeypatch.setattr(module, "max_pixels", lambda: 1000)
+    assert run(folder, tmp_path / "scenes", tmp_path / "out", "--keep_size") == 1
     assert files_in(tmp_path / "out" / "labels") == ["a.tif"]
-    assert np.array_equal(*[read_tiff(tmp_path / kind / "labels" / "a.tif") for kind in ("whole", "out")])
     err = capsys.readouterr().err
-    assert re.search("not predicted: '.*b.tif' cannot be decoded", err)
-    assert re.search("not predicted: '.*c.tif' has 1 band of uint8, but large images must have 3 channels", err)
+    for name in UNREADABLE:
+        assert f"not predicted: '{tmp_path / 'scenes' / name}.tif'" in err
 
 
 def test_what_cannot_be_read_in_parts_is_read_as_a_whole(segmented, tmp_path, monkeypatch):  # noqa: F811
-    """Files that Pillow makes RGB, or decodes where tifffile needs a further library."""
-    array = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
+    """A grey file, which becomes RGB, and one with alpha, which is dropped."""
+    array = np.random.default_rng(0).integers(0, 256, (40, 50, 4), dtype=np.uint8)
     (tmp_path / "images").mkdir()
     Image.fromarray(array[..., 0]).save(tmp_path / "images" / "grey.tif")
-    Image.fromarray(array).save(tmp_path / "images" / "lzw.tif", compression="tiff_lzw")
-    Image.fromarray(array).save(tmp_path / "images" / "plain.tif")
+    Image.fromarray(array).save(tmp_path / "images" / "alpha.tif")
+    Image.fromarray(array[..., :3]).save(tmp_path / "images" / "plain.tif")
     run(segmented, tmp_path / "images", tmp_path / "whole", "--keep_size")
     monkeypatch.setattr(predict_labels, "MAX_WHOLE", 0)
     assert run(segmented, tmp_path / "images", tmp_path / "out", "--keep_size") == 0
-    for name in ("grey.tif", "lzw.tif", "plain.tif"):
-        maps = [read_tiff(tmp_path / kind / "labels" / name) for kind in ("whole", "out")]
-        assert np.array_equal(*maps), name
-
-
-def test_a_scene_that_would_be_scaled_is_refused(scenes, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(predict_labels, "MAX_WHOLE", 0)
-    for module in (predict_labels, pixel_format):
-        monkeypatch.setattr(module, "max_pixels", lambda: 1000)
-    folder, _ = scenes
-    write_layouts(tmp_path / "scenes", bands(9, size=(48, 77)))
-    words = [folder, tmp_path / "scenes", "--output_dir", tmp_path / "out", "--device", "cpu"]
-    message = refused(capsys, predict.main, *words)
-    assert "has 48 x 77 pixels, which --image_scale of the run would make 24 x 39: give --keep_size" in message
+    for kind in ("labels", "pictures"):
+        for name in files_in(tmp_path / "whole" / kind):
+            whole = (tmp_path / "whole" / kind / name).read_bytes()
+            assert (tmp_path / "out" / kind / name).read_bytes() == whole, name
 
 
 def write_holes(root):
@@ -403,13 +385,11 @@ def with_holes(tmp_path_factory):
     return folder, root
 
 
-@pytest.mark.parametrize("most", [0, 2**22])
-def test_pixels_without_a_valid_channel_are_marked(with_holes, tmp_path, monkeypatch, most):
+def test_pixels_without_a_valid_channel_are_marked(with_holes, in_parts, tmp_path):
     """They do not count in the score of the run."""
-    monkeypatch.setattr(predict_labels, "MAX_WHOLE", most)
-    monkeypatch.setattr(predict_labels, "STRIP_BYTES", 0)
     folder, data = with_holes
-    assert run(folder, data / "images" / "validation", tmp_path) == 0
+    flags = ["--keep_size"] if in_parts else []  # the run has scaled them into their own size
+    assert run(folder, data / "images" / "validation", tmp_path, *flags) == 0
     is_marked = np.zeros((30, 40), bool)
     is_marked[3:12, 5:17] = True
     pairs = []
@@ -422,29 +402,16 @@ def test_pixels_without_a_valid_channel_are_marked(with_holes, tmp_path, monkeyp
     assert mean_iou(pairs, 3) == pytest.approx(read_json(folder / RESULTS)["last"]["val_miou"])
 
 
-def test_an_interrupted_segmentation_goes_on(segmented, striped, tmp_path, monkeypatch):  # noqa: F811
+def test_label_maps_that_exist_are_done(segmented, striped, tmp_path):  # noqa: F811
     images = striped / "images" / "validation"
-    run(segmented, images, tmp_path / "whole")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt_at(patch, predict_labels, "resize_logits", 3)
-        run(segmented, images, tmp_path / "parts")
-    assert len(files_in(tmp_path / "parts" / "labels")) == 3
-    calls = interrupt_at(monkeypatch, predict_labels, "resize_logits", 99)
-    run(segmented, images, tmp_path / "parts")
-    assert len(calls) == 3
-    for name in files_in(tmp_path / "whole" / "labels"):
-        expected = (tmp_path / "whole" / "labels" / name).read_bytes()
-        assert (tmp_path / "parts" / "labels" / name).read_bytes() == expected
-
-
-def test_a_kill_while_a_scene_is_written_leaves_no_half_of_it(scenes, tmp_path, monkeypatch):
-    monkeypatch.setattr(predict_labels, "MAX_WHOLE", 0)
-    folder, _ = scenes
-    write_layouts(tmp_path / "scenes", bands(9, size=(53, 77)))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt_at(patch, LabelMaps, "label_values", 10)
-        run(folder, tmp_path / "scenes", tmp_path / "out", "--keep_size", "--num_pictures", 0)
-    assert len(files_in(tmp_path / "out" / "labels")) == 1
+    run(segmented, images, tmp_path)
+    first, second, *_ = sorted((tmp_path / "labels").rglob("*.png"))
+    expected = first.read_bytes()
+    first.unlink()
+    second.write_bytes(b"done before")
+    run(segmented, images, tmp_path)
+    assert first.read_bytes() == expected
+    assert second.read_bytes() == b"done before"
 
 
 # ------------------------------------------------------------------------------------------------------------ detection
@@ -495,35 +462,18 @@ def test_objects_are_detected_beside_invalid_pixels(tmp_path):
     assert box == pytest.approx(read_json(tmp_path / "run" / RESULTS)["last"]["val_box_ap"])
 
 
-def test_an_interrupted_detection_goes_on(detected, shapes, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(predictions, "IMAGES_PER_PART", 2)
-    run(detected, shapes / "val2017", tmp_path / "whole")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt_at(patch, predict_objects, "detect", 3)
-        run(detected, shapes / "val2017", tmp_path / "parts")
-    calls = interrupt_at(monkeypatch, predict_objects, "detect", 99)
-    run(detected, shapes / "val2017", tmp_path / "parts")
-    run(detected, shapes / "val2017", tmp_path / "parts")
-    assert len(calls) == 2
-    for name in ("images.json", "detections.json"):
-        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    images = json.loads((tmp_path / "whole" / "images.json").read_text())["images"]
-    assert [image["id"] for image in images] == [1, 2, 3, 4, 5]
-
-
-def test_a_kill_between_the_two_files_mixes_no_images(detected, shapes, tmp_path, monkeypatch):  # noqa: F811
+def test_objects_of_new_images_are_added(detected, shapes, tmp_path):  # noqa: F811
     """An image that is new gives later ones other ids."""
     shutil.copytree(shapes / "val2017", tmp_path / "images")
     run(detected, tmp_path / "images", tmp_path / "whole")
     (tmp_path / "images" / "001.png").rename(tmp_path / "kept.png")
     run(detected, tmp_path / "images", tmp_path / "out")
     (tmp_path / "kept.png").rename(tmp_path / "images" / "001.png")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt_at(patch, predict_objects, "write_json", 1)
-        run(detected, tmp_path / "images", tmp_path / "out")
     run(detected, tmp_path / "images", tmp_path / "out")
     for name in ("images.json", "detections.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    images = json.loads((tmp_path / "whole" / "images.json").read_text())["images"]
+    assert [image["id"] for image in images] == [1, 2, 3, 4, 5]
 
 
 def test_images_of_one_stem_are_two_images(detected, shapes, tmp_path):  # noqa: F811
@@ -540,65 +490,56 @@ def test_images_of_one_stem_are_two_images(detected, shapes, tmp_path):  # noqa:
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
+@pytest.fixture
+def places(classified, segmented, detected, shapes, labelled, tmp_path):  # noqa: F811
+    (tmp_path / "labels" / "labels").mkdir(parents=True)  # they are of another program
+    (tmp_path / "one_stem").mkdir()
+    for name in ("a.png", "a.jpg"):
+        write_photo(tmp_path / "one_stem" / name)
+    images = [{"id": 1, "file_name": f"{i:03d}.png"} for i in range(5)]
+    (tmp_path / "twice.json").write_text(json.dumps({"images": images}))
+    folders = {"run": classified, "segmented": segmented, "detected": detected, "tmp": tmp_path}
+    return folders | {"data": labelled / "val", "shapes": shapes / "val2017"}
+
+
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "named"),
     [
-        (
-            "{run} {data}/none --output_dir {tmp}/o",
-            "none' does not exist: give a folder of images, a tar, a list of paths",
-        ),
-        ("{run} {tmp} --output_dir {tmp}-o", "and the folders in it hold no image or tar; read are .jpg"),
-        ("{tmp}/none {data} --output_dir {tmp}/o", "RUN '{tmp}/none' does not exist"),
-        ("{run} {data} --output_dir {data}/o", "--output_dir '{data}/o' lies inside the images"),
-        (
-            "{run} {data} --output_dir {tmp}/o --keep_size",
-            "--keep_size is for segmentation, and '{run}' is a model of classif",
-        ),
-        ("{run} {data} --output_dir {tmp}/o --image_ids x", "--image_ids is for detection"),
-        (
-            "{run} {run}/checkpoint-3.pth --output_dir {tmp}/o",
-            "is no image, no tar, and no text file with a path on each line",
-        ),
+        ("{run} {data}/none --output_dir {tmp}/o", "{data}/none"),
+        ("{run} {tmp}/labels --output_dir {tmp}/o", "{tmp}/labels"),
+        ("{tmp}/none {data} --output_dir {tmp}/o", "{tmp}/none"),
+        ("{run} {data} --output_dir {data}/o", "--output_dir"),
+        ("{run} {data} --output_dir {tmp}/o --keep_size", "--keep_size"),
+        ("{run} {data} --output_dir {tmp}/o --image_ids x", "--image_ids"),
+        ("{detected} {shapes} --output_dir {tmp}/o --image_ids {tmp}/twice.json", "--image_ids"),
+        ("{run} {run}/checkpoint-3.pth --output_dir {tmp}/o", "checkpoint-3.pth"),
+        ("{segmented} {data} --output_dir {tmp}/labels", "--output_dir"),
+        ("{segmented} {data} --output_dir {segmented}", "--output_dir"),
+        ("{segmented} {tmp}/one_stem --output_dir {tmp}/o", "a.png"),
     ],
 )
-def test_what_cannot_be_predicted_is_refused(classified, labelled, tmp_path, capsys, words, message):
-    places = {"run": classified[0], "data": labelled / "val", "tmp": tmp_path}
+def test_what_cannot_be_predicted_is_refused(places, capsys, words, named):
     arguments = [word.format(**places) for word in words.split()]
-    assert message.format(**places) in refused(capsys, predict.main, *arguments, "--device", "cpu")
+    assert named.format(**places) in refused(capsys, predict.main, *arguments, "--device", "cpu")
+    assert not (places["tmp"] / "o" / RECORD).exists()
 
 
-def test_predictions_of_two_models_do_not_mix(classified, segmented, labelled, tmp_path, capsys):  # noqa: F811
-    run(classified[0], labelled / "val", tmp_path / "out")
-    words = [segmented, labelled / "val", "--output_dir", tmp_path / "out", "--device", "cpu"]
-    message = refused(capsys, predict.main, *words)
-    assert re.search(f"holds predictions by '{classified[0]}/checkpoint-.*' .model was", message)
-
-
-def test_outputs_of_other_programs_are_refused(segmented, labelled, tmp_path, capsys):  # noqa: F811
-    """A label map of the data is no prediction."""
-    (tmp_path / "out" / "labels").mkdir(parents=True)
-    words = [segmented, labelled / "val", "--output_dir", tmp_path / "out", "--device", "cpu"]
-    assert "holds labels of another program: choose another folder" in refused(capsys, predict.main, *words)
-    words[words.index("--output_dir") + 1] = segmented
-    assert "holds settings.json of another program" in refused(capsys, predict.main, *words)
-
-
-def test_a_list_under_whose_images_names_change_is_refused(classified, labelled, tmp_path, capsys):
-    """Outputs would have other places."""
+def test_predictions_of_two_models_or_roots_do_not_mix(classified, segmented, labelled, tmp_path, capsys):  # noqa: F811
+    """With another root of a list, outputs would have other places."""
     (tmp_path / "list.txt").write_text(f"{labelled}/val/cat/0.png\n")
-    run(classified[0], tmp_path / "list.txt", tmp_path / "out")
+    words = [tmp_path / "list.txt", "--output_dir", tmp_path / "out", "--device", "cpu"]
+    run(classified, tmp_path / "list.txt", tmp_path / "out")
+    assert "--output_dir" in refused(capsys, predict.main, segmented, *words)
     (tmp_path / "list.txt").write_text(f"{labelled}/val/cat/0.png\n{labelled}/val/dog/0.png\n")
-    words = [classified[0], tmp_path / "list.txt", "--output_dir", tmp_path / "out", "--device", "cpu"]
-    message = refused(capsys, predict.main, *words)
-    assert f"(root was {labelled.resolve()}/val/cat and now is {labelled.resolve()}/val)" in message
+    assert "--output_dir" in refused(capsys, predict.main, classified, *words)
 
 
-def test_two_images_of_one_label_file_are_refused(segmented, tmp_path, capsys):  # noqa: F811
-    (tmp_path / "images").mkdir()
-    for name in ("a.png", "a.jpg"):
-        write_photo(tmp_path / "images" / name)
-    words = [segmented, tmp_path / "images", "--output_dir", tmp_path / "out", "--device", "cpu"]
-    assert "'a.jpg' and 'a.png' would both be written to" in refused(capsys, predict.main, *words)
+@pytest.mark.parametrize("name", ["../../victim/photo.jpg", "/etc/photo.jpg", "a/../../photo.jpg"])
+def test_no_name_leads_out_of_the_folder(tmp_path, name):
+    """It may come from the index of a tar."""
+    images = ImageFiles(tmp_path, [("a/b.jpg", 0), (name, 0)], [])
+    with pytest.raises(ValueError, match="photo.jpg"):
+        output_paths(tmp_path / "labels", images, lambda _: ".png")
 
 
 def test_images_without_labels_are_found_in_all_folders(tmp_path):
@@ -606,7 +547,7 @@ def test_images_without_labels_are_found_in_all_folders(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         write_photo(tmp_path / name)
     images = open_unlabelled(tmp_path)
-    assert [predictions.name_of(images, i) for i in range(len(images))] == [
+    assert [name_of(images, i) for i in range(len(images))] == [
         "a.png",
         "train/d.png",
         "x/b.png",

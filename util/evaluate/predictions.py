@@ -1,7 +1,6 @@
 """Predictions for images without labels: which images, how far a program is, and what it cannot read.
 
-A program that is started again continues after what it has written. Outputs of single images have their own files.
-`PartFiles` keeps what becomes one file at the end.
+A program that is started again continues after what it has written: files of single images, or the lines of `Results`.
 """
 
 import json
@@ -9,6 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from util.data.datasets import Address
 from util.data.folders import IMG_EXTENSIONS, is_image, list_folder, list_images, note_unread
-from util.data.images import EncodedImages, ImageError, ImageFiles, MissingImage, find_storage_error
+from util.data.images import EncodedImages, ImageError, ImageFiles
 from util.data.loader import Loader
 from util.data.tars import open_tars
 from util.data.transforms import Size, to_tensor
@@ -28,9 +28,8 @@ from util.run.files.reports import write_json
 from util.text import count_of, printable
 
 RECORD = "predict.json"
-PARTS = ".parts"
-FOREIGN = (PARTS, "predictions.csv", "labels", "pictures", "detections.json", "images.json", "settings.json")
-IMAGES_PER_PART = 200
+RESULTS = ".results.jsonl"
+FOREIGN = (RESULTS, "predictions.csv", "labels", "pictures", "detections.json", "images.json", "settings.json")
 
 
 # ------------------------------------------------------------------------------------------------------------- images
@@ -58,7 +57,7 @@ def open_unlabelled(path: str | Path, **options: Any) -> EncodedImages:
         raise ValueError(f"{str(path)!r} does not exist: give a folder of images, a tar, a list of paths, or an image")
     if path.suffix == ".tar":
         return open_tars([path], **options)
-    paths = [path]
+    paths = [str(path)]
     if not is_image(path.name):
         paths = read_list(path)
     absolute = [os.path.abspath(listed) for listed in paths]
@@ -67,16 +66,13 @@ def open_unlabelled(path: str | Path, **options: Any) -> EncodedImages:
     return ImageFiles(root, samples, [], **options)
 
 
-def read_list(path: Path) -> list[Path]:
+def read_list(path: Path) -> list[str]:
     """Returns the paths in a text file with one on each line. ValueError if it is no such file."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is no image, no tar, and no text file with a path on each line") from error
-    paths = [Path(line.strip()) for line in lines if line.strip()]
-    if not paths:
-        raise ValueError(f"{str(path)!r} lists no image")
-    return paths
+    return [line.strip() for line in lines if line.strip()]
 
 
 def name_of(images: EncodedImages, i: int) -> str:
@@ -87,18 +83,19 @@ def name_of(images: EncodedImages, i: int) -> str:
 def output_paths(folder: Path, images: EncodedImages, ending: Callable[[str], str]) -> list[Path]:
     """Returns where the output of each image is written: in `folder`, under its name with another ending.
 
-    ending: returns the ending for an image's name. ValueError if two images would share a file.
+    ending: returns the ending for an image's name. ValueError if two images would share a file, or if a name, which may
+    come from the index of a tar, leads out of the folder.
     """
-    paths = []
-    first: dict[Path, str] = {}
+    paths: dict[Path, str] = {}
     for i in range(len(images)):
         name = name_of(images, i)
         path = folder / Path(name).with_suffix(ending(name))
-        if path in first:
-            raise ValueError(f"{first[path]!r} and {name!r} would both be written to {str(path)!r}: rename one")
-        first[path] = name
-        paths.append(path)
-    return paths
+        if not Path(os.path.normpath(path)).is_relative_to(os.path.normpath(folder)):
+            raise ValueError(f"the output of {name!r} would lie outside of {str(folder)!r}: rename the image")
+        if path in paths:
+            raise ValueError(f"{paths[path]!r} and {name!r} would both be written to {str(path)!r}: rename one")
+        paths[path] = name
+    return list(paths)
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
@@ -144,11 +141,6 @@ class PreparedImages(torch.utils.data.Dataset):
         try:
             pixels, _ = self.images.load(i)
         except ImageError as error:
-            storage_error = None
-            if isinstance(error, MissingImage):
-                storage_error = find_storage_error(self.images)
-            if storage_error is not None:
-                raise storage_error from error
             return i, Unreadable(str(error))
         return i, self.prepare(to_tensor(pixels))
 
@@ -216,53 +208,36 @@ def write_record(folder: Path, settings: Mapping[str, Any], facts: Mapping[str, 
     """
     path = folder / RECORD
     if path.exists():
-        try:
-            record = json.loads(path.read_text())
-            before = record["settings"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{str(path)!r} is no file of this program: choose another folder") from error
-        changes = describe_changes(before, json.loads(json.dumps(settings)))
+        record = json.loads(path.read_text())
+        changes = describe_changes(record["settings"], json.loads(json.dumps(settings)))
         if changes:
-            owner = record.get("checkpoint")
+            owner = record["checkpoint"]
             raise ValueError(
                 f"--output_dir {str(folder)!r} holds predictions by {owner!r} ({changes}): choose another folder"
             )
-    else:
-        foreign = [name for name in FOREIGN if (folder / name).exists()]
-        if foreign:
-            raise ValueError(
-                f"--output_dir {str(folder)!r} holds {', '.join(foreign)} of another program: choose another folder"
-            )
+    foreign = [name for name in FOREIGN if (folder / name).exists()]
+    if foreign and not path.exists():
+        raise ValueError(
+            f"--output_dir {str(folder)!r} holds {', '.join(foreign)} of another program: choose another folder"
+        )
     write_json(path, {"settings": settings, **facts})
 
 
-class PartFiles:
-    """Results of images that become one file at the end. Each part holds those of some images: {name: result}.
-
-    The parts stay, so that a later start with more images need not read what it replaces.
-    """
+class Results:
+    """Results of images that become one file at the end: {name: result}. Until then, a file holds a line for each."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder / PARTS
-        self.results: dict[str, Any] = {}
-        self.unsaved: dict[str, Any] = {}
-        self.num_parts = 0
-        for path in sorted(self.folder.glob("*.json")):
-            self.results |= json.loads(path.read_text())
-            self.num_parts = int(path.stem) + 1
+        self.path = folder / RESULTS
+        self.by_name: dict[str, Any] = {}
+        if not self.path.exists():
+            return
+        for line in self.path.read_text().split("\n"):
+            with suppress(ValueError):  # an interruption leaves a part of a line
+                name, result = json.loads(line)
+                self.by_name[name] = result
 
     def add(self, name: str, result: Any) -> None:
         """Adds the result of an image, which JSON can hold."""
-        self.results[name] = result
-        self.unsaved[name] = result
-        if len(self.unsaved) == IMAGES_PER_PART:
-            self.save()
-
-    def save(self) -> None:
-        """Writes the results since the last part."""
-        if not self.unsaved:
-            return
-        self.folder.mkdir(exist_ok=True)
-        write_json(self.folder / f"{self.num_parts:08d}.json", self.unsaved)
-        self.num_parts += 1
-        self.unsaved = {}
+        self.by_name[name] = result
+        with open(self.path, "a") as file:
+            file.write("\n" + json.dumps([name, result]))

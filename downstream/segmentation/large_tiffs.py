@@ -1,0 +1,100 @@
+"""TIFFs of any size, of which rasterio reads rows, and the geo tags that label maps copy, by tifffile."""
+
+import io
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from util.data.images import EncodedImages, ImageError, ImageFiles
+from util.data.pixel_format import ORIENTATION, RANGES, PixelFormat, refuse_not_finite, refuse_turned, tifffile
+from util.data.transforms import Size, to_tensor
+
+# ModelPixelScale, ModelTiepoint, ModelTransformation, GeoKeyDirectory, GeoDoubleParams, GeoAsciiParams
+GEO_TAGS = (33550, 33922, 34264, 34735, 34736, 34737)
+
+Tags = list[tuple[int, int, int, Any, bool]]  # (code, type, count, value, on the first page alone), of tifffile
+
+
+def is_tiff(name: str) -> bool:
+    return name.lower().endswith((".tif", ".tiff"))
+
+
+def size_of_tiff(images: EncodedImages, i: int) -> Size | None:
+    """Returns (height, width) of a TIFF in a file of its own, from its header; None for other images."""
+    path = images.path(i)
+    if not isinstance(images, ImageFiles) or not is_tiff(path):
+        return None
+    try:
+        with tifffile.TiffFile(path) as file:
+            page = file.pages[0]
+            refuse_turned(page.tags.valueof(ORIENTATION))
+            return page.imagelength, page.imagewidth
+    except Exception:  # of many types; reading it as a whole names what is wrong
+        return None
+
+
+class LargeTiff:
+    """A TIFF whose rows are read one after the other. ImageError unless they are those of the whole image.
+
+    pixels: the format that the whole image would have.
+    """
+
+    def __init__(self, images: EncodedImages, i: int) -> None:
+        self.path = images.path(i)
+        self.invalid = images.invalid
+        try:
+            import rasterio
+
+            self.file = rasterio.open(self.path, driver="GTiff")
+        except ImportError as error:
+            raise ImageError(f"{self.path!r} is read in parts by rasterio: pip install rasterio") from error
+        except OSError as error:
+            raise ImageError(f"{self.path!r} cannot be read in parts: {error}") from error
+        dtype = self.file.dtypes[0]
+        is_packed = "NBITS" in self.file.tags(1, ns="IMAGE_STRUCTURE")  # such as float16, which becomes float32
+        has_bands = self.file.count in self.invalid.band_counts(images.in_chans)
+        if self.file.subdatasets or is_packed or dtype not in RANGES or not has_bands:
+            raise ImageError(
+                f"{self.path!r} is not read in parts: it must be one page of {images.in_chans} channels of "
+                f"{', '.join(RANGES)}"
+            )
+        self.size: Size = (self.file.height, self.file.width)
+        self.pixels = PixelFormat(images.in_chans, dtype, self.invalid.is_declared)
+
+    def read(self, rows: slice, shape: Size | None = None) -> Tensor:
+        """Returns rows as images are stored, [C, h, W]; their nearest pixels, if another (h, W) is given.
+
+        ImageError if they are damaged.
+        """
+        window = (rows.start, rows.stop), (0, self.size[1])
+        if shape is None:
+            shape = (rows.stop - rows.start, self.size[1])
+        try:
+            bands = self.file.read(window=window, out_shape=(self.file.count, *shape))
+            array = np.moveaxis(bands, 0, -1)
+            if self.pixels.has_invalid:
+                array = self.invalid.mark(array, self.pixels.channels)
+            elif self.pixels.is_float:
+                refuse_not_finite(array)
+        except (OSError, ValueError) as error:
+            raise ImageError(f"{self.path!r} cannot be decoded: {error}") from error
+        return to_tensor(array)
+
+
+def format_of_large(images: EncodedImages, i: int) -> PixelFormat:
+    """Returns the format of a TIFF that can be read in parts, and ImageError for other images."""
+    if size_of_tiff(images, i) is None:
+        raise ImageError(f"{images.path(i)!r} is no TIFF, which could be read in parts")
+    return LargeTiff(images, i).pixels
+
+
+def read_geo_tags(source: str | io.BytesIO) -> Tags:
+    """Returns the geo tags of a TIFF as tifffile writes them: all, or none if one cannot be read."""
+    try:
+        with tifffile.TiffFile(source) as file:
+            tags = file.pages[0].tags
+            found = [tags[code] for code in GEO_TAGS if code in tags]
+            return [(tag.code, int(tag.dtype), tag.count, tag.value, True) for tag in found]
+    except Exception:  # of many types; its pixels have been read
+        return []
