@@ -1,10 +1,8 @@
 """The training loop of fine-tuning and linear probing, and evaluation. It knows batches and logits, but no model."""
 
-import csv
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +11,8 @@ from torch.nn import functional as F
 
 from util import collectives
 from util.accuracy import accuracies
-from util.atomic import replaced_file
 from util.data.datasets import AddressedDataset
-from util.data.images import Images
 from util.data.transforms import ResizeCenterCrop
-from util.evaluate.features import extract_features
 from util.evaluate.loop import EvalContext, evaluation_batches
 from util.run.train.loop import TrainLoop
 
@@ -141,45 +136,3 @@ def evaluate_images(
     dataset = AddressedDataset(images, transform)
     loaded = evaluation_batches(dataset, range(len(images)), context)
     return evaluate(model, loaded, len(images), context, columns)
-
-
-def write_predictions(
-    path: Path, model: nn.Module, images: Images, transform: ResizeCenterCrop, context: EvalContext
-) -> None:
-    """Writes a CSV file with a row for each image: where it is, its class, and the probability of each class.
-
-    It runs the model on all images once more. All ranks must call it, and rank 0 writes.
-    """
-
-    def encode(imgs: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"logits": model(imgs)}
-
-    dataset = AddressedDataset(images, transform)
-    share = extract_features(encode, model, dataset, range(len(images)), context)
-    probabilities_of_rank = share.values["logits"].softmax(dim=1)
-    indices = collectives.gather_rows(share.indices).cpu()
-    probabilities = collectives.gather_rows(probabilities_of_rank).cpu()
-    rows_by_image = indices.argsort().tolist()
-
-    def write() -> None:
-        rows = []
-        for row in rows_by_image:
-            index = int(indices[row])
-            true_class = images.classes[images.labels[index]]
-            rows.append([images.path(index), true_class, *format_probabilities(probabilities[row])])
-        write_rows(path, ["image", "class", *images.classes], rows)
-
-    collectives.run_on_rank0(write)
-
-
-def format_probabilities(probabilities: torch.Tensor) -> list[str]:
-    """Returns the probabilities of an image, [num_classes], as they are written."""
-    return [f"{value:.6g}" for value in probabilities.tolist()]
-
-
-def write_rows(path: Path, names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Writes a CSV file in one step. names: of the columns."""
-    with replaced_file(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(names)
-        writer.writerows(rows)

@@ -12,7 +12,6 @@ The same command again resumes the run at the step of its newest good checkpoint
 import argparse
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +21,8 @@ from encoders import models_relative_vit, models_swin
 from encoders.classifiers import MODELS, build_classifier, plain_size
 from encoders.load import load_encoder
 from encoders.trained import load, note_on_view
-from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch, write_predictions
+from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
-from util import collectives
 from util.accuracy import accuracy_text
 from util.data.datasets import AddressedDataset, stack
 from util.data.images import check_classes, match_splits, note_on_small_images
@@ -38,7 +36,7 @@ from util.evaluate.results import Evaluation
 from util.evaluate.session import Session, session_of_eval
 from util.lars import LARS
 from util.lazy import LazyModule
-from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, prepare_file, run_program
+from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
 from util.run.files.record import INVALID_SETTINGS, without_marks
 from util.run.start.flags import (
     add_all_valid_flag,
@@ -80,14 +78,6 @@ def get_args_parser() -> Parser:
         action=boolean,
         default=False,
         help="only evaluate the classifier at --resume on --eval_split",
-    )
-
-    parser.add_argument(
-        "--predictions",
-        changes="nothing",
-        type=Path,
-        metavar="FILE.csv",
-        help="with --eval: write the probability of each class for each image",
     )
 
     data = parser.add_argument_group("data")
@@ -265,8 +255,8 @@ def check_flags(args: argparse.Namespace, plan: Plan) -> None:
     batch_size = plan.batch_size
     if args.all_valid:
         raise ValueError("--all_valid is for --eval: fine-tuning takes all pixels as valid unless a flag marks some")
-    if args.predictions or args.eval_split != "val":
-        raise ValueError("--predictions and --eval_split are for --eval: fine-tuning is evaluated on val/")
+    if args.eval_split != "val":
+        raise ValueError("--eval_split is for --eval: fine-tuning is evaluated on val/")
     if args.clip_crop and (args.aa or args.color_jitter):
         raise ValueError(f"--clip_crop goes without --aa and --color_jitter, got {args.aa!r} and {args.color_jitter}")
     if (args.mixup or args.cutmix) and batch_size % 2:
@@ -459,7 +449,6 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
 
     given: flags that were set explicitly.
     """
-    collectives.run_on_rank0(lambda: prepare_file("--predictions", args.predictions, (".csv",)))
     classifier = load(args.resume, "classification")
     settings = dict(classifier.settings)
     for name in ("crop_pct", "mean", "std"):
@@ -491,9 +480,6 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
         args.resume,
         info.step,
     )
-    if args.predictions is not None:
-        write_predictions(args.predictions, classifier.model, images, view, context)
-        session.print(f"probabilities of each image: {args.predictions}")
     return scores
 
 

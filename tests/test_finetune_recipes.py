@@ -113,7 +113,7 @@ def test_no_cls_token_layer_decay_needs_a_class_token():
 
 
 FLAGS = """
-    recipe eval predictions
+    recipe eval
     model finetune first_release_merging input_size patch_size trainable_blocks global_pool drop_path nb_classes
     batch_size accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed optimizer layer_decay
     warmup_lr lr_schedule lr_steps clip_grad cls_token_layer_decay train_pos_embed cls_token_mlp num_cls_tokens

@@ -149,7 +149,7 @@ OWN = {
         f"{IMAGE_FLAGS} pretrained teacher picture_every knn_every knn_train",
         "batch_size",
     ),
-    "main_finetune": ("", f"{IMAGE_FLAGS} all_valid eval eval_every eval_split finetune predictions", ""),
+    "main_finetune": ("", f"{IMAGE_FLAGS} all_valid eval eval_every eval_split finetune", ""),
     "main_segmentation": ("downstream.segmentation.", f"{DENSE} class_names", "accum_iter"),
     "main_detection": (
         "downstream.detection.",
