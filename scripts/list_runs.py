@@ -1,111 +1,74 @@
-"""List the runs in folders, a row each: method, step, state, last loss, kNN, best score, and the settings that differ.
+"""List the runs in folders, a row each: program, model, step, state, last loss, kNN, score, and settings that differ.
 
     python scripts/list_runs.py output
-    python scripts/list_runs.py output --where program=finetune --where "model=vit_base*" --sort best --descending
+    python scripts/list_runs.py output --where "program=*finetune*" --where "model=vit_base*" --sort score --descending
     python scripts/list_runs.py output --where state=failed --format json
-    python scripts/list_runs.py output --where program=pretrain --plot losses.svg
 
-Runs of all mains are found by the files that they leave, also in folders inside those of other runs. Nothing large is
-read. States: `runs`: a process holds the folder; `stopped`: by a signal or --max_steps, the same command goes on;
-`finished`; `failed`: with an error; `interrupted`: ended early, and the log does not say why; `unknown`: started on a
-host whose lock cannot be seen here. Of its settings a row has those in which listed runs of its program differ.
+A run leaves run.json in its folder, also in folders inside those of other runs. States: `running`: a process holds the
+folder; `interrupted`: it was killed; `stopped`: by a signal or --max_steps; `finished`; `failed`: with an error. The
+score is the best one of results.json, or else the last. The table shows the settings in which runs of a program differ.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts import plot_losses
-from scripts.parts.run_rows import COLUMNS, RunRow, find_runs, read_run
-from util.plots import pyplot
-from util.run.cli import Parser, prepare_file, run_program, user_errors
-from util.tables import csv_text, markdown_table
-from util.text import close_to, count_of, printable
+from util.run.cli import Parser, run_program, user_errors
+from util.run.files.lock import is_held
+from util.run.files.reports import STATE, read_json, read_reports
+from util.tables import markdown_table
+from util.text import close_to, printable
 
-LONGEST_REASON = 60  # characters of it in the table; CSV and JSON have all
-
-
-def get_args_parser() -> Parser:
-    parser = Parser("list_runs.py", description=__doc__)
-    flag = parser.add_argument
-    flag("folders", nargs="+", type=Path, metavar="FOLDER", help="where runs are looked for")
-    flag(
-        "--where",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="only runs with this value of a column or a setting, or with * and ? in it; repeat it for more conditions",
-    )
-    flag("--sort", metavar="NAME", help="sort by a column or a setting; runs without it come last (default: by folder)")
-    flag("--descending", action=argparse.BooleanOptionalAction, default=False, help="sort from high to low")
-    flag("--format", default="table", choices=("table", "csv", "json"), help="what is printed")
-    flag("--plot", type=Path, metavar="FILE", help="also draw the losses of the listed runs to this .svg, .png or .pdf")
-    return parser
+COLUMNS = ("run", "program", "model", "step", "last_step", "state", "why", "loss", "knn", "score", "measure", "time")
+MEASURES = ("val_top1", "val_miou", "val_box_ap")  # the score of a program; the first that is there
+Row = dict[str, Any]
 
 
-def tell(message: str) -> None:
-    """Prints a note beside the table."""
-    print(f"note: {printable(message)}", file=sys.stderr)
+def read_run(folder: Path) -> Row:
+    """Returns the columns of a run, and its settings. None: unknown, or the program has no such value."""
+    content = read_json(folder / STATE)
+    row: Row = {name: content.get(name) for name in COLUMNS}
+    row["run"] = str(folder)
+    if is_held(folder):
+        row["state"] = "running"
+    elif row["state"] == "running":
+        row["state"] = "interrupted"
+    for report in read_reports(folder / "log.jsonl"):
+        row["step"] = report["step"]
+        row["loss"] = report.get("loss", row["loss"])
+        row["knn"] = report.get("knn_top1", row["knn"])
+    results = read_json(folder / "results.json")
+    scores = results.get("best") or results.get("last") or {}
+    for measure in MEASURES:
+        if measure in scores:
+            row["score"] = scores[measure]
+            row["measure"] = measure.removeprefix("val_")
+            break
+    return read_json(folder / "settings.json") | row
 
 
-def read_runs(folders: Sequence[Path], note: Callable[[str], None]) -> list[RunRow]:
-    """Reads the rows of all runs in the folders, each once. ValueError if there is none."""
-    rows: dict[Path, RunRow] = {}
+def find_runs(folders: Sequence[Path]) -> list[Row]:
+    """Returns the runs in the folders, each once, by name. ValueError if there is none."""
+    found = {}
     for root in folders:
-        if not root.is_dir():
-            raise ValueError(f"{str(root)!r} is no folder: give one that holds runs")
-        for folder in find_runs(root, note):
-            if folder.resolve() not in rows:
-                rows[folder.resolve()] = read_run(folder)
-    if not rows:
-        raise ValueError(f"no run in {', '.join(map(str, folders))}: a run leaves settings.json and log.jsonl")
-    return list(rows.values())
+        for path in sorted(root.rglob(STATE)):
+            found[path.parent.resolve()] = read_run(path.parent)
+    if not found:
+        raise ValueError(f"no run in {', '.join(map(str, folders))}: a run leaves {STATE}")
+    return list(found.values())
 
 
-def value_of(row: RunRow, name: str) -> Any:
-    """Returns the value of a column or a setting; None without."""
-    if name in COLUMNS:
-        return getattr(row, name)
-    return row.settings.get(name)
-
-
-def check_name(flag: str, name: str, rows: Sequence[RunRow]) -> None:
+def check_name(flag: str, name: str, rows: Sequence[Row]) -> None:
     """ValueError unless a column, or a setting of a run, has this name."""
-    known = set(COLUMNS)
-    for row in rows:
-        known |= row.settings.keys()
+    known = set(COLUMNS).union(*rows)
     if name not in known:
         raise ValueError(f"{flag}: no column or setting is called {name!r}{close_to(name, sorted(known))}")
-
-
-def text_of(value: Any) -> str:
-    """Returns a value as it is compared and shown."""
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, str):
-        return value
-    return json.dumps(value)
-
-
-def chosen_runs(rows: Sequence[RunRow], conditions: Sequence[str]) -> list[RunRow]:
-    """Returns the runs for which all conditions hold. ValueError for one that is not NAME=VALUE."""
-    chosen = list(rows)
-    for condition in conditions:
-        name, equals, wanted = condition.partition("=")
-        if not equals:
-            raise ValueError(f"--where {condition!r} must be NAME=VALUE")
-        check_name("--where", name, rows)
-        chosen = [row for row in chosen if matches(value_of(row, name), wanted)]
-    return chosen
 
 
 def matches(value: Any, wanted: str) -> bool:
@@ -114,129 +77,74 @@ def matches(value: Any, wanted: str) -> bool:
         try:
             return float(wanted) == value
         except ValueError:
-            pass
+            return False
     return fnmatchcase(text_of(value).lower(), wanted.lower())
 
 
-def sorted_runs(rows: Sequence[RunRow], name: str, descending: bool) -> list[RunRow]:
-    """Returns the runs by a column or setting: numbers before text, and those without it last."""
-    check_name("--sort", name, rows)
-    numbers = []
-    texts = []
-    rest = []
-    for row in rows:
-        value = value_of(row, name)
-        if value is None or value == "":
-            rest.append(row)
-        elif isinstance(value, (int, float)):
-            numbers.append(row)
-        else:
-            texts.append(row)
-    numbers.sort(key=lambda row: value_of(row, name), reverse=descending)
-    texts.sort(key=lambda row: text_of(value_of(row, name)), reverse=descending)
-    return [*numbers, *texts, *rest]
+def text_of(value: Any) -> str:
+    """Returns a value as it is compared and shown."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)
 
 
-def with_differing_settings(rows: Sequence[RunRow]) -> list[RunRow]:
-    """Returns the rows with those settings alone in which runs of their program differ, in the order of its flags."""
-    values: dict[tuple[str | None, str], set[str]] = {}  # of each setting of a program
-    for row in rows:
-        for name, value in row.settings.items():
-            values.setdefault((row.program, name), set()).add(json.dumps(value))
-    shown = []
-    for row in rows:
-        settings = {}
-        for name, value in row.settings.items():
-            differs = len(values[row.program, name]) > 1
-            if differs and name not in COLUMNS and name != "output_dir":
-                settings[name] = value
-        shown.append(replace(row, settings=settings))
-    return shown
+def sort_key(value: Any) -> tuple[bool, float, str]:
+    """Numbers come before text."""
+    if isinstance(value, (int, float)):
+        return False, value, ""
+    return True, 0.0, text_of(value)
 
 
-def table_of(rows: Sequence[RunRow]) -> str:
-    """Returns the table for eyes, without columns that are empty."""
-    cells = []
-    for row in rows:
-        step = text_of(row.step)
-        if row.steps is not None:
-            step = f"{step or 0}/{row.steps}"
-        state: str = row.state
-        if row.why:
-            state += f": {row.why[:LONGEST_REASON]}"
-            if len(row.why) > LONGEST_REASON:
-                state += "..."
-        best = ""
-        if row.best is not None:
-            best = f"{row.best:.2f} {row.measure}"
-        loss = text_of(row.loss)
-        if isinstance(row.loss, float):
-            loss = f"{row.loss:.4f}"
-        knn = ""
-        if row.knn is not None:
-            knn = f"{row.knn:.2f}"
-        settings = [f"{name} {text_of(value) or 'none'}" for name, value in row.settings.items()]
-        cells.append(
-            {
-                "run": row.run,
-                "program": text_of(row.program),
-                "model": text_of(row.model),
-                "throw_ratio": text_of(row.throw_ratio),
-                "sampling": text_of(row.sampling),
-                "aggregation": text_of(row.aggregation),
-                "step": step,
-                "state": state,
-                "loss": loss,
-                "knn": knn,
-                "best": best,
-                "settings": ", ".join(settings),
-            }
-        )
-    titles = [title for title in cells[0] if any(row[title] for row in cells)]
-    return markdown_table(titles, [[row[title] for title in titles] for row in cells], left=3, pad=True)
+def sorted_runs(rows: Sequence[Row], name: str, descending: bool) -> list[Row]:
+    """Returns the runs by a column or setting. Those without it come last."""
+    known = [row for row in rows if row.get(name) is not None]
+    unknown = [row for row in rows if row.get(name) is None]
+    return sorted(known, key=lambda row: sort_key(row[name]), reverse=descending) + unknown
 
 
-def text_of_runs(rows: Sequence[RunRow], form: str) -> str:
-    """Returns what is printed."""
-    shown = with_differing_settings(rows)
-    records = [asdict(row) for row in shown]
-    if form == "json":
-        return json.dumps(records, indent=1)
-    if form == "csv":
-        names = dict.fromkeys(name for row in shown for name in row.settings)
-        return csv_text([*COLUMNS, *names], [{**record, **record["settings"]} for record in records]).rstrip("\n")
-    if not rows:
-        return "no run"
-    return table_of(shown)
-
-
-def draw(rows: Sequence[RunRow], path: Path, note: Callable[[str], None]) -> None:
-    """Draws the losses of the runs that have any. ValueError if none has."""
-    curves = []
-    for row in rows:
-        try:
-            curves.append((row.run, plot_losses.read_run(row.run)[1]))
-        except ValueError as error:
-            note(f"not drawn: {error}")
-    if not curves:
-        raise ValueError("--plot: no listed run has a loss")
-    plot_losses.plot(pyplot("losses"), curves, path)
-    note(f"losses of {count_of(len(curves), 'run')}: {path}")
+def differing_settings(row: Row, rows: Sequence[Row]) -> str:
+    """Returns those settings of a run that others of its program have otherwise, as "name value, ..."."""
+    others = [other for other in rows if other["program"] == row["program"]]
+    parts = []
+    for name, value in row.items():
+        is_setting = name not in COLUMNS and name != "output_dir"
+        if is_setting and any(other.get(name) != value for other in others):
+            parts.append(f"{name} {text_of(value) or 'none'}")
+    return ", ".join(parts)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = get_args_parser()
+    parser = Parser("list_runs.py", description=__doc__)
+    flag = parser.add_argument
+    flag("folders", nargs="+", type=Path, metavar="FOLDER", help="where runs are looked for")
+    text = "only runs with this value of a column or a setting, or with * and ? in it; may be repeated"
+    flag("--where", action="append", default=[], metavar="NAME=VALUE", help=text)
+    flag("--sort", metavar="NAME", help="sort by a column or a setting (default: by folder)")
+    flag("--descending", action=argparse.BooleanOptionalAction, default=False, help="sort from high to low")
+    flag("--format", default="table", choices=("table", "json"), help="what is printed")
     args = parser.parse_args(argv)
     with user_errors(parser):
-        if args.plot is not None:
-            pyplot("losses")
-            prepare_file("--plot", args.plot, (".svg", ".png", ".pdf"))
-        rows = chosen_runs(read_runs(args.folders, tell), args.where)
+        rows = find_runs(args.folders)
+        for condition in args.where:
+            name, _, wanted = condition.partition("=")
+            check_name("--where", name, rows)
+            rows = [row for row in rows if matches(row.get(name), wanted)]
         if args.sort is not None:
+            check_name("--sort", args.sort, rows)
             rows = sorted_runs(rows, args.sort, args.descending)
-        print(printable(text_of_runs(rows, args.format)))
-        if args.plot is not None:
-            draw(rows, args.plot, tell)
+    if args.format == "json":
+        print(json.dumps(rows, indent=1))
+        return
+    titles = [title for title in COLUMNS if any(text_of(row[title]) for row in rows)]
+    cells = []
+    for row in rows:
+        cells.append([*(text_of(row[title])[:60] for title in titles), differing_settings(row, rows)])
+    titles.append("settings")
+    print(printable(markdown_table(titles, cells, left=3, pad=True)))
 
 
 if __name__ == "__main__":

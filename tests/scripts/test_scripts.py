@@ -1,4 +1,4 @@
-"""Scripts on runs and logs: reconstructions, loss curves; and the photographs to try things on."""
+"""Reconstructions of runs; the photographs to try things on; logs to compare with."""
 
 import json
 import re
@@ -9,11 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
-from scripts import plot_losses, sample_photos, visualize
+from scripts import sample_photos, visualize
 from tests import runs
-from tests.patches import StandIn
 from tests.runs import refused
-from util.plots import pyplot
+from util.run.files.reports import read_reports
 
 ROOT = Path(__file__).resolve().parents[2]
 pretrain = runs.pretrain.also("--epochs 1 --warmup_epochs 0")
@@ -142,83 +141,7 @@ def test_sample_photos_exist_in_the_package():
         assert (Path(data.data_dir) / name).is_file()
 
 
-# --------------------------------------------------------------------------------------------------- plot_losses.py
-
-
-def write_log(path, *reports):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(report) + "\n" for report in reports))
-
-
-def test_loss_plot_renders(tmp_path):
-    pytest.importorskip("matplotlib")
-    write_log(tmp_path / "log.jsonl", {"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5})
-    out = tmp_path / "losses.png"
-    plot_losses.main([f"MAE={tmp_path}", str(tmp_path), "--out", str(out)])
-    assert out.read_bytes().startswith(b"\x89PNG")
-
-
-def test_curves_of_a_log(tmp_path):
-    """Reports without a loss are skipped, what is no number is NaN, and evaluations form their own curve."""
-    log = tmp_path / "log.jsonl"
-    evaluation = {"step": 3, "epoch": 0, "val_loss": 1.2, "val_top1": 50.0}
-    reports = [
-        {"step": 1, "loss": 2.0},
-        {"step": 2, "loss": None},
-        {"step": 3, "loss": 1},
-        evaluation,
-        {"step": 4},
-    ]
-    write_log(log, *reports)
-    write_log(tmp_path / "text" / "log.jsonl", {"step": 1, "loss": "0.5"})
-    with pytest.raises(ValueError, match="reports no finite loss"):
-        plot_losses.read_run(str(tmp_path / "text"))
-    with open(log, "a") as file:
-        file.write('{"step": 5, "lo')  # cut off by a kill
-    _, curves = plot_losses.read_run(str(log))
-    points = [(1, 2), (2, float("nan")), (3, 1)]
-    np.testing.assert_equal(curves["loss"], points)
-    assert curves["val_loss"] == [(3, 1.2)]
-    assert curves["knn_top1"] == []
-
-
-@pytest.mark.parametrize(
-    ("run", "label"),
-    [
-        ("a={tmp}/lr=1e-3/log.jsonl", "a"),
-        ("{tmp}/lr=1e-3", "lr=1e-3"),
-        ("{tmp}/lr=1e-3/log.jsonl", "lr=1e-3"),
-        ("{tmp}/other.jsonl", "other"),
-    ],
-)
-def test_labels_of_curves(tmp_path, run, label):
-    for log in (tmp_path / "lr=1e-3" / "log.jsonl", tmp_path / "other.jsonl"):
-        write_log(log, {"step": 1, "loss": 2.0})
-    assert plot_losses.read_run(run.format(tmp=tmp_path))[0] == label
-
-
-def test_knn_accuracies_have_a_panel_of_their_own(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    write_log(
-        tmp_path / "a" / "log.jsonl",
-        {"step": 0, "knn_top1": 12.5},
-        {"step": 2, "loss": 2.0, "knn_top1": 25.0},
-    )
-    write_log(
-        tmp_path / "b" / "log.jsonl",
-        {"step": 1, "loss": 2.0},
-        {"step": 2, "loss": 1.0, "val_loss": 1.5},
-    )
-    figures = []
-    monkeypatch.setattr(plot_losses, "pyplot", lambda salt: StandIn(pyplot(salt), close=figures.append))
-    monkeypatch.chdir(tmp_path)
-    plot_losses.main(["a", "b", "--out", "l.svg"])
-    losses, accuracies = figures[0].axes
-    assert [line.get_label() for line in losses.lines] == ["a, loss", "b, loss", "b, val_loss"]
-    (line,) = accuracies.lines
-    assert list(line.get_xdata()) == [0, 2]
-    assert list(line.get_ydata()) == [12.5, 25.0]
-    assert line.get_color() == losses.lines[0].get_color()
+# ------------------------------------------------------------------------------------------------------ docs/runs
 
 
 def test_the_table_of_references_is_that_of_the_files():
@@ -229,13 +152,5 @@ def test_the_table_of_references_is_that_of_the_files():
     names = {name for name, *_ in rows}
     assert names == {path.stem for path in folder.glob("quickstart_*.jsonl")}
     for name, *values in rows:
-        _, curves = plot_losses.read_run(str(folder / f"{name}.jsonl"))
-        losses = dict(curves["loss"])
+        losses = {report["step"]: report.get("loss") for report in read_reports(folder / f"{name}.jsonl")}
         assert [f"{losses[step]:.3f}" for step in (10, 100, 300)] == values
-
-
-def test_loss_plots_of_unknown_kinds_are_refused(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    message = refused(capsys, plot_losses.main, "nowhere", "--out", "losses.txt")
-    assert "--out 'losses.txt' must end in .svg or .png or .pdf" in message

@@ -13,7 +13,7 @@ from util.evaluate.loop import EvalContext
 from util.evaluate.results import RESULTS, Evaluation
 from util.pictures import save
 from util.run.cli import Parser
-from util.run.files.reports import write_json
+from util.run.files.reports import STATE, write_json, write_state
 from util.run.processes import distributed
 from util.run.start.errors import exit_on_setup_errors
 from util.run.start.folder import lock_folder, refuse_different_starts
@@ -90,7 +90,13 @@ def evaluation_session(
         try:
             if output_dir is not None:
                 output_dir, lock = lock_folder(output_dir, set_up.created)
+                if process.is_main:
+                    if not (output_dir / STATE).exists():
+                        set_up.created.append(output_dir / STATE)
+                    write_state(output_dir, "running", program=parser.prog)
             yield Session(process, output_dir)
+            if output_dir is not None and process.is_main:
+                write_state(output_dir, "finished")
         finally:
             if lock is not None:
                 lock.file.close()

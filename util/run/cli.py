@@ -31,9 +31,6 @@ PERMISSION_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
 ARGUMENTS = {"img_size": "input_size"}  # of models, whose flag has another name
 PROGRESS = ".progress"  # file in the output folder that says how far the run is
 LOG = "log.txt"
-# How lines of the log begin that say why a run has ended; scripts/list_runs.py reads them.
-STOPPED = "stopped by "
-ERROR = "error: "
 WARMUPS = {"warmup_epochs": "epochs", "warmup_iters": "num_iters"}  # {flag: the flag of the schedule's length}
 HELP = ("help", "help_all")  # flags that print help
 FEW = 20  # a program with at most as many flags shows all of them by --help

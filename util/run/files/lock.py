@@ -5,11 +5,9 @@ import fcntl
 import os
 import socket
 import struct
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from util.run.cli import PATH_ERRORS, PERMISSION_ERRORS
@@ -87,41 +85,16 @@ def in_use(folder: str | Path, holder: str) -> Exception:
     return OSError(message)
 
 
-@dataclass(frozen=True)
-class LockView:
-    """The lock of a folder as this process sees it. holder: the last that took it, or "". host: its host, or "".
+def is_held(folder: str | Path) -> bool:
+    """Whether another process holds the folder. The lock is not taken, so that no start is refused meanwhile.
 
-    is_held: None if it cannot be known: the file cannot be read, or its file system has no locks.
+    Not for the process that holds it: to close the file would free it. False without a lock, or if it cannot be read.
     """
-
-    holder: str
-    is_held: bool | None
-
-    @property
-    def host(self) -> str:
-        return self.holder.partition(" on ")[2]
-
-
-def view_lock(folder: str | Path) -> LockView:
-    """Looks at the lock without taking it, so that no start of a run is refused meanwhile.
-
-    Not for the process that holds it: to close the file would free it.
-    """
-    try:
-        with open(Path(folder) / LOCK, errors="replace") as file:
-            holder = file.read(1000).strip()
-            return LockView(holder, _is_locked(file.fileno()))
-    except FileNotFoundError:
-        return LockView("", False)
-    except OSError:
-        return LockView("", None)
-
-
-def _is_locked(descriptor: int) -> bool | None:
-    """Asks whether another process has locked the file; None if this system is not Linux. OSError without locks."""
-    if not sys.platform.startswith("linux"):
-        return None
-    fields = "hhqqi4x"  # struct flock: type, whence, start, length (0: to the end), process
+    fields = "hhqqi4x"  # Linux' struct flock: type, whence, start, length (0: to the end), process
     asked = struct.pack(fields, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, asked)
+    try:
+        with open(Path(folder) / LOCK) as file:
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, asked)
+    except OSError:
+        return False
     return bool(struct.unpack(fields, answer)[0] != fcntl.F_UNLCK)

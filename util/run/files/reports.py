@@ -1,13 +1,16 @@
-"""The JSON files of a run: settings, results, reports, progress."""
+"""The JSON files of a run: settings, results, reports, progress, state."""
 
 import json
+import socket
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from util.atomic import replaced_file
 from util.run.cli import PROGRESS
 
+STATE = "run.json"
 # What a run that starts anew would replace or continue. The log comes last: see `set_aside_earlier_run`.
 REPORTS = (
     "results.json",
@@ -62,6 +65,20 @@ def set_aside_earlier_run(folder: Path) -> list[str]:
 def write_json(path: Path, content: object) -> None:
     with replaced_file(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_state(output_dir: str | Path, state: str, **values: object) -> None:
+    """Writes how a run is to run.json, beside what the file says already. For rank 0.
+
+    state: "running", "finished", "stopped" by a signal or by --max_steps, or "failed". values: program, model, step,
+    last_step, why. A killed run is still "running": nobody holds its lock. OSError is ignored: a full disk may be why.
+    """
+    path = Path(output_dir) / STATE
+    content = {**read_json(path), "why": "", **values, "state": state}
+    content["time"] = datetime.now().isoformat(" ", "seconds")
+    content["host"] = socket.gethostname()
+    with suppress(OSError):
+        write_json(path, content)
 
 
 def write_progress(output_dir: str | Path, progress: object) -> None:

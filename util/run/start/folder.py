@@ -21,7 +21,7 @@ from util.run.cli import LOG, Parser
 from util.run.files import checkpoint, search
 from util.run.files.lock import LOCK, FolderLock, writable_folder
 from util.run.files.record import CheckpointError, StartInfo
-from util.run.files.reports import read_json
+from util.run.files.reports import STATE, read_json
 from util.run.processes import distributed
 from util.run.processes.supervise import collective_timeout
 from util.run.start.plan import RunSchedule
@@ -33,6 +33,7 @@ LEFTOVERS = (
     ".checkpoint-*.tmp-*",
     ".settings.tmp-*",
     ".results.tmp-*",
+    ".run.tmp-*",
     ".log.tmp-*",
     ".predictions.tmp-*",
     ".detections.tmp-*",
@@ -40,7 +41,7 @@ LEFTOVERS = (
     ".shared-*",
     "attention/.*.tmp-*",
 )
-FILES = (LOG, "log.jsonl", "settings.json", "results.json")  # of a run that trains
+FILES = (LOG, "log.jsonl", "settings.json", "results.json", STATE)  # of a run that trains
 
 
 def lock_folder(path: str | Path, created: list[Path] | None = None) -> tuple[Path, FolderLock | None]:

@@ -7,7 +7,7 @@ from typing import NoReturn
 from util.data.images import ImageError
 from util.data.loader import TooLittleMemory
 from util.data.workers import kill_workers
-from util.run.cli import STOPPED
+from util.run.files.reports import STATE, write_state
 from util.run.processes import distributed
 from util.run.processes.supervise import StopSignal, write_error_to_log
 from util.run.start.errors import is_full_gpu, message_of, refuse
@@ -33,7 +33,7 @@ def end_after_signal(loop: TrainLoop, stop: StopSignal) -> None:
     """
     name = stop.name or "a signal to another process"
     progress = f"after step {loop.step} of {loop.last_step}"
-    loop.log.info(f"{STOPPED}{name} {progress}; the same command goes on from there")
+    loop.log.info(f"stopped by {name} {progress}; the same command goes on from there")
     loop.log.close()
     stop.settle()
     distributed.shut_down()
@@ -58,8 +58,8 @@ def refuse_training_error(
 ) -> NoReturn:
     """Ends a training run after unreadable data, values that are not finite, an I/O error, or too little memory.
 
-    Other errors are bugs and are raised. Rank 0 writes its error to the log. The other ranks may hang in a collective,
-    so the process group is left as it is. batch_size: of a micro-batch.
+    Other errors are bugs and are raised. Rank 0 writes its error to log and run.json. The other ranks may hang in a
+    collective, so the process group is left as it is. batch_size: of a micro-batch.
     """
     reason = message_of(error)
     is_bug = False
@@ -71,6 +71,8 @@ def refuse_training_error(
         is_bug = True
     if saver.start.process.is_main:
         write_error_to_log(saver.output_dir, reason)
+        if (saver.output_dir / STATE).exists():  # the folder may have gone
+            write_state(saver.output_dir, "failed", step=saver.loop.step, why=reason)
     if is_bug:
         raise error
     refuse(parser, error, saver.advice(error))

@@ -19,7 +19,7 @@ from util.data.images import ImageError
 from util.data.loader import LoaderError
 from util.run.files import checkpoint, search
 from util.run.files.record import CheckpointInfo
-from util.run.files.reports import write_progress
+from util.run.files.reports import write_progress, write_state
 from util.run.processes.supervise import SETUP_TIMEOUT
 from util.run.start.folder import Start
 from util.run.start.plan import RunSchedule
@@ -207,6 +207,7 @@ class CheckpointSaver:
         """For the thread. Returns a warning for the log, or "". OSError if the write fails."""
         checkpoint.save_checkpoint(self.output_dir, step, state, info.to_json(), self.is_kept(step))
         write_progress(self.output_dir, step)
+        write_state(self.output_dir, "running", step=step)
         try:
             checkpoint.prune_checkpoints(self.output_dir, needed_steps)
         except OSError as error:

@@ -24,7 +24,7 @@ from util.data.transforms import Normalize
 from util.run.files import search
 from util.run.files.lock import remove_created
 from util.run.files.record import CheckpointInfo
-from util.run.files.reports import set_aside_earlier_run, write_json
+from util.run.files.reports import set_aside_earlier_run, write_json, write_state
 from util.run.processes.distributed import precision, shut_down
 from util.run.processes.supervise import Stopped, StopSignal
 from util.run.start.plan import RunSchedule
@@ -210,6 +210,7 @@ class Training:
         loop = self.loop
         with closing(open_batches(range(loop.step, loop.last_step))) as batches:
             self.run.set_up.end()
+            self.write_state("running")
             gc.freeze()  # garbage collection skips what exists now: of many ranks, some rank would always be in it
             try:
                 return self._train(train_steps, batches, between, summary)
@@ -217,6 +218,19 @@ class Training:
                 refuse_training_error(self.run.parser, error, self.saver, self.plan.batch_size)
             finally:
                 gc.unfreeze()
+
+    def write_state(self, state: str, why: str = "") -> None:
+        """Rank 0 writes run.json: see `util.run.files.reports.write_state`."""
+        if self.process.is_main:
+            write_state(
+                self.output_dir,
+                state,
+                program=self.start.program,
+                model=self.info.settings["model"],
+                step=self.loop.step,
+                last_step=self.schedule.num_steps,
+                why=why,
+            )
 
     def _end_check(self) -> None:
         """Ends the program of --check_data, which has set up all that a run has. Its folder is left as it was."""
@@ -248,8 +262,13 @@ class Training:
             # If a signal came while work was done between steps, the current step is not saved yet.
             self.saver.save(final=True)
             if loop.step < loop.last_step or not all_done:
+                self.write_state("stopped", self.stop.name or "a signal to another process")
                 end_after_signal(loop, self.stop)
                 return False
+            if loop.step < self.schedule.num_steps:
+                self.write_state("stopped", f"--max_steps {loop.step}")
+            else:
+                self.write_state("finished")
             finish_run(loop, self.stop, "\n".join([*summary(), *self.closing_lines()]))
         return True
 
