@@ -390,7 +390,7 @@ def test_a_probe_s_running_statistics_are_the_checkpoint_s_in_every_process(labe
     [
         ("--nb_classes 10", "--nb_classes 10, but the data has 2 classes"),
         ("--data_path {tmp}/renamed", "val' has the classes fox, which the training data does not have"),
-        ("--data_path {photos}", "has no folder val/"),
+        ("--data_path {photos}", "has no val/"),
         ("--finetune {tmp}/nowhere.pth", "nowhere.pth' does not exist"),
         ("--trainable_blocks 5", "trainable_blocks must be at least 0 and below the 4 blocks, got 5"),
         ("--trainable_blocks 0 --global_pool avg", "needs --global_pool 'token'"),

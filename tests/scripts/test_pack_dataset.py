@@ -153,7 +153,7 @@ def test_images_without_classes(photos, tmp_path):
     for sample in samples_of(tmp_path / "packed" / "shard-000000.tar").values():
         assert [*sample] == ["jpg"]
     assert_same_images(open_images("folder", tmp_path / "packed"), FolderImages(cats))
-    with pytest.raises(ValueError, match="has no folder train/"):
+    with pytest.raises(ValueError, match="has no train/"):
         open_images("folder", tmp_path / "packed", labelled=True)
 
 
@@ -267,7 +267,7 @@ def test_packing_continues_where_it_was_stopped(photos, tmp_path, small_shards, 
         pack(photos, tmp_path / "packed")
     first, second = written
     assert not [*(tmp_path / "packed" / "train").glob("*.tar")]
-    with pytest.raises(ValueError, match="its shards are unfinished, run the same pack_dataset.py command again"):
+    with pytest.raises(ValueError, match="unfinished"):
         open_images("folder", tmp_path / "packed")
     second.with_name(".shard-000009.tmp-1.tar").touch()  # of a killed process
     damage(second, "short")

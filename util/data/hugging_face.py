@@ -1,36 +1,28 @@
 """Images of Hugging Face `datasets`: a data set on the Hub, a folder of Parquet or Arrow files, or a `save_to_disk`.
 
-`datasets` is optional and imported when it is needed. It keeps the rows in Arrow files that are mapped into memory, so
-all workers share them. The images are read as they are stored, encoded.
+It keeps the rows in Arrow files that are mapped into memory, so all workers share them. The images are read as they are
+stored, encoded. `util.data.open` imports this module for `--dataset hf`.
 """
 
 import hashlib
-import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Any
 
+import datasets
 import numpy as np
+import pyarrow.compute as pc
+from pyarrow import types
 
-from util.data.folders import (
-    DEFAULT_PATH,
-    MissingSplit,
-    choose_split,
-    count_images,
-    count_unread,
-    is_hidden,
-    note_stand_in,
-    note_unread,
-    split_of,
-)
+from util.data.folders import MissingSplit, choose_split, note_stand_in, split_of
 from util.data.images import EncodedImages, ImageError, read_file
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels
 from util.text import count_of, shorten
 
-T = TypeVar("T")
 SAVED = ("dataset_dict.json", "state.json")  # files of `DatasetDict.save_to_disk` and of `Dataset.save_to_disk`
 HUB_NAME = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[^@]+))?(@(?P<commit>[0-9a-f]{40}))?")
+LABEL_TYPES = (types.is_integer, types.is_boolean, types.is_string, types.is_large_string)
 FORMS = (
     "expected is a folder of Parquet or Arrow files, a folder of save_to_disk, or the name of a data set on the Hub: "
     "OWNER/NAME or OWNER/NAME:CONFIG, and @COMMIT of 40 digits to pin it"
@@ -61,7 +53,8 @@ class HuggingFaceImages(EncodedImages):
         if not len(dataset):
             raise ValueError(f"{root} has no rows")
         self.pinned_path = pinned_path
-        self.table = select_images(dataset, root, find_image_column(dataset, root, image_column))
+        column = find_column(dataset, root, "--image_column", image_column, datasets.Image)
+        self.table = dataset.select_columns([column]).cast_column(column, datasets.Image(decode=False)).data
         self._open_columns()
         self.sizes = encoded_sizes(self.encoded)
         names: list[bytes] = []
@@ -72,8 +65,6 @@ class HuggingFaceImages(EncodedImages):
 
     def _open_columns(self) -> None:
         """Sets the columns of the mapped table: bytes, null if an image is in a file of its own, and paths."""
-        import pyarrow.compute as pc
-
         column = self.table.column(0)
         self.encoded = pc.struct_field(column, "bytes")
         self.paths = pc.struct_field(column, "path")
@@ -108,8 +99,6 @@ class HuggingFaceImages(EncodedImages):
 
 def encoded_sizes(encoded: Any) -> np.ndarray:
     """Returns the number of bytes of each image, int64 [n]; -1 for null."""
-    import pyarrow.compute as pc
-
     return pc.binary_length(encoded).fill_null(-1).to_numpy().astype(np.int64)
 
 
@@ -146,30 +135,9 @@ def open_hugging_face(
     name, notes = choose_rows(list(splits), split, labelled, root)
     if name:
         root = f"{root}, split {name}"
-    images = HuggingFaceImages(
+    return HuggingFaceImages(
         splits[name], root, labelled, image_column, label_column, pinned_path, notes, in_chans, use_pillow, invalid
     )
-    images.notes += note_other_files(Path(data_path), images)
-    return images
-
-
-def note_other_files(folder: Path, images: HuggingFaceImages) -> list[str]:
-    """Returns a note on image files in a local data set that are not read. They may be rows of other splits.
-
-    So files with the ending of a row are left out, if any row is in a file of its own.
-    """
-    rows_in_files = np.flatnonzero(images.sizes < 0).tolist()
-    endings = {PurePath(images.paths[i].as_py() or "").suffix.lower() for i in rows_in_files}
-    names: list[str] = []
-    for _, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not is_hidden(name)]
-        names += [name for name in files if not is_hidden(name)]
-    counts = count_images(names)
-    if rows_in_files:
-        counts = count_unread(names)
-    for ending in {"", *endings}:
-        del counts[ending]
-    return note_unread(counts, f" in {str(folder)!r}")
 
 
 def choose_rows(names: list[str], split: str, labelled: bool, source: str) -> tuple[str, list[str]]:
@@ -180,18 +148,15 @@ def choose_rows(names: list[str], split: str, labelled: bool, source: str) -> tu
     """
     chosen = choose_split([split_of(name) for name in names], split, labelled)
     matching = [name for name in names if split_of(name) == chosen]
-    if chosen is not None and len(matching) == 1:
-        return matching[0], note_stand_in(f"the split {matching[0]}", chosen, split)
-    if chosen is not None:
+    if chosen is None and len(names) == 1 and not labelled:
+        matching = names
+    elif chosen is None:
+        raise MissingSplit(f"{source} has the splits {shorten(names, 10)}, but no {split}")
+    if len(matching) > 1:
         raise ValueError(f"{source} has the splits {' and '.join(matching)} for {chosen}: keep one of them")
-    if len(names) == 1 and not labelled:
-        if not names[0]:
-            return "", []
-        return names[0], note_stand_in(f"the split {names[0]}", chosen, split)
-    contents = f"the splits {shorten(names, 10)}, but no {split}"
-    if names == [""]:
-        contents = "no splits"
-    raise MissingSplit(f"{source} has {contents}: save a DatasetDict with train and validation by save_to_disk")
+    if not matching[0]:
+        return "", []
+    return matching[0], note_stand_in(f"the split {matching[0]}", chosen, split)
 
 
 def load_splits(data_path: str) -> tuple[dict[str, Any], str | None]:
@@ -200,21 +165,20 @@ def load_splits(data_path: str) -> tuple[dict[str, Any], str | None]:
     The key of a data set that was saved without splits is "".
     """
     try:
-        from datasets import Dataset, load_dataset_builder, load_from_disk
-    except ImportError as error:
-        raise ValueError(f"--dataset hf needs the package datasets ({error}): pip install datasets") from error
-    if any((Path(data_path) / name).is_file() for name in SAVED):
-        saved = run_datasets(lambda: load_from_disk(data_path), data_path)
-        if isinstance(saved, Dataset):
-            return {"": saved}, None
-        return dict(saved), None
-    name, config, commit = parse_path(data_path)
-    builder = run_datasets(lambda: load_dataset_builder(name, config, revision=commit), data_path)
-    if commit and commit != builder.hash:  # `datasets` reads its cache if it cannot read the Hub
-        newest = f"The newest one in the cache of datasets is {builder.hash}"
-        raise ValueError(f"--data_path {data_path!r}: this commit was not found. {newest}")
-    run_datasets(builder.download_and_prepare, data_path)
-    splits = dict(run_datasets(builder.as_dataset, data_path))
+        if any((Path(data_path) / name).is_file() for name in SAVED):
+            saved = datasets.load_from_disk(data_path)
+            if isinstance(saved, datasets.Dataset):
+                return {"": saved}, None
+            return dict(saved), None
+        name, config, commit = parse_path(data_path)
+        builder = datasets.load_dataset_builder(name, config, revision=commit)
+        if commit and commit != builder.hash:  # `datasets` reads its cache if it cannot read the Hub
+            raise ValueError(f"commit {commit} was not found; the newest one in the cache is {builder.hash}")
+        builder.download_and_prepare()
+        splits = dict(builder.as_dataset())
+    except (datasets.exceptions.DatasetsError, FileNotFoundError, LookupError, ValueError) as error:
+        message = " ".join(str(error.__cause__ or error).split())
+        raise ValueError(f"--data_path {data_path!r} cannot be read by datasets: {message}; {FORMS}") from error
     if Path(name).is_dir():
         return splits, None
     if config:
@@ -229,95 +193,49 @@ def parse_path(data_path: str) -> tuple[str, str | None, str | None]:
         return data_path, None, None
     if folder and Path(folder).is_dir():
         return folder, config, None
-    if data_path == DEFAULT_PATH:
-        raise ValueError(f"--dataset hf needs --data_path: {FORMS}")
     parts = HUB_NAME.fullmatch(data_path)
     if parts is None or Path(data_path).is_file():
-        raise ValueError(f"--data_path {data_path!r} is neither a folder nor the name of a data set; {FORMS}")
+        raise ValueError("it is neither a folder nor the name of a data set")
     return parts["name"], parts["config"], parts["commit"]
-
-
-def run_datasets(work: Callable[[], T], data_path: str) -> T:
-    """Returns `work()`. Its errors become ValueErrors, except those of the network and the disk."""
-    from datasets import config
-    from datasets.exceptions import DatasetGenerationError, DatasetsError
-
-    try:
-        return work()
-    except ConnectionError as error:
-        message = f"--data_path {data_path!r} is not a local folder, and the Hub cannot be reached"
-        if config.HF_HUB_OFFLINE:
-            raise ValueError(f"{message}, because HF_HUB_OFFLINE forbids it: give a folder") from error
-        raise ConnectionError(f"{message}: {error}") from error
-    except (DatasetsError, FileNotFoundError, LookupError, ValueError, TypeError, RuntimeError) as error:
-        reason: BaseException = error
-        if isinstance(error, DatasetGenerationError) and error.__cause__:
-            reason = error.__cause__
-        message = " ".join(f"{type(reason).__name__}: {reason}".split())
-        raise ValueError(f"--data_path {data_path!r} cannot be read by datasets ({message}); {FORMS}") from error
 
 
 # ----------------------------------------------------------------------------------------------------------- columns
 
 
-def find_image_column(dataset: Any, source: str, given: str | None) -> str:
-    """Returns the column of images: the `given` one, or the only one."""
-    from datasets import Image
+def find_column(
+    dataset: Any, source: str, flag: str, given: str | None, kind: type, is_needed: bool = True
+) -> str | None:
+    """Returns the column that `flag` has `given`, or else the only one of a `kind`.
 
+    Without one, ValueError if it `is_needed`, otherwise None. A `given` one always is.
+    """
+    columns = [name for name, feature in dataset.features.items() if isinstance(feature, kind)]
     if given is not None:
-        return check_column(dataset, source, "--image_column", given)
-    columns = [name for name, feature in dataset.features.items() if isinstance(feature, Image)]
-    if len(columns) != 1:
-        number = count_of(len(columns), "column")
-        raise ValueError(f"{source} has {number} of images: give --image_column, one of {describe_columns(dataset)}")
-    return columns[0]
-
-
-def select_images(dataset: Any, source: str, column: str) -> Any:
-    """Returns a table whose only column holds {bytes, path} of each image, not decoded."""
-    import pyarrow as pa
-    from datasets import Image
-
-    try:
-        return dataset.select_columns([column]).cast_column(column, Image(decode=False)).data
-    except (TypeError, ValueError, pa.ArrowException) as error:
-        kind = dataset.features[column]
-        raise ValueError(f"--image_column {column!r} of {source} holds no encoded images, but {kind}") from error
-
-
-def find_label_column(dataset: Any, source: str, given: str | None, labelled: bool) -> str | None:
-    """Returns the column of classes: the `given` one, `label`, or the only `ClassLabel`; None if there is none."""
-    from datasets import ClassLabel
-
-    if given is not None:
-        return check_column(dataset, source, "--label_column", given)
-    if "label" in dataset.features:
-        return "label"
-    columns = [name for name, feature in dataset.features.items() if isinstance(feature, ClassLabel)]
+        columns = [name for name in dataset.features if name == given]
     if len(columns) == 1:
         return columns[0]
-    if labelled:
-        number = count_of(len(columns), "column")
-        raise ValueError(f"{source} has {number} of classes: give --label_column, one of {describe_columns(dataset)}")
+    if given is not None or is_needed:
+        raise ValueError(f"{source} has the columns {[*dataset.features]}: give one of them as {flag}, got {given}")
     return None
 
 
 def read_labels(dataset: Any, source: str, given: str | None, labelled: bool) -> tuple[list[str], np.ndarray]:
     """Returns (classes, labels int64 [n]); no classes and labels 0 if images that need none have none.
 
-    The classes of integers and strings are their sorted values. ValueError if images that must be `labelled` are not.
+    Labels are in the column `given`, in `label`, or in the only `ClassLabel`. The classes of integers and strings are
+    their sorted values. ValueError if images that must be `labelled` are not.
     """
-    from datasets import ClassLabel
-
-    column = find_label_column(dataset, source, given, labelled)
+    column: str | None = "label"
+    if given is not None or "label" not in dataset.features:
+        column = find_column(dataset, source, "--label_column", given, datasets.ClassLabel, is_needed=labelled)
     if column is None:
         return [], np.zeros(len(dataset), np.int64)
     feature = dataset.features[column]
     values = dataset.data.column(column)
-    if isinstance(feature, ClassLabel):
+    if isinstance(feature, datasets.ClassLabel):
         classes = list(feature.names)
         labels = values.fill_null(-1).to_numpy().astype(np.int64)
-    elif is_label_type(values.type):
+    elif any(is_kind(values.type) for is_kind in LABEL_TYPES):
         distinct = sorted({*values.to_pylist()} - {None})
         label_of = {value: label for label, value in enumerate(distinct)}
         classes = [str(value) for value in distinct]
@@ -331,27 +249,3 @@ def read_labels(dataset: Any, source: str, given: str | None, labelled: bool) ->
         where = f"in column {column!r}, the first in row {bad[0]}"
         raise ValueError(f"{count_of(len(bad), 'image')} of {source} have no class {where}")
     return classes, labels
-
-
-def is_label_type(kind: Any) -> bool:
-    """Whether values of a type of Arrow may name classes."""
-    from pyarrow import types
-
-    if types.is_integer(kind) or types.is_boolean(kind):
-        return True
-    return types.is_string(kind) or types.is_large_string(kind)
-
-
-def check_column(dataset: Any, source: str, flag: str, name: str) -> str:
-    """Returns the name that a flag gives; ValueError if there is no such column."""
-    if name not in dataset.features:
-        raise ValueError(f"{flag} {name!r} is not in {source}; its columns are {describe_columns(dataset)}")
-    return name
-
-
-def describe_columns(dataset: Any) -> str:
-    """Returns the names and types of the columns."""
-    columns = []
-    for name, kind in dataset.features.items():
-        columns.append(f"{name} ({getattr(kind, 'dtype', type(kind).__name__)})")
-    return shorten(columns, 20)

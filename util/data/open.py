@@ -1,7 +1,8 @@
 """Opens the images of a split: decides what --data_path is, and opens it on all ranks."""
 
 import argparse
-from collections.abc import Mapping
+import importlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 from util import collectives
 from util.data import decode
 from util.data.folders import SplitFiles, find_files, folder_identity
-from util.data.hugging_face import open_hugging_face
 from util.data.images import (
     CifarImages,
     EncodedImages,
@@ -20,17 +20,27 @@ from util.data.images import (
     wanted_channels,
 )
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels
-from util.data.remote import Store, open_store
-from util.data.remote_tars import find_split, open_remote_tars
-from util.data.tars import open_tars
-from util.lazy import LazyModule
 from util.urls import is_url
 
-survey = LazyModule("util.data.survey")  # of --check_data
-
+# Modules that only such data imports, or --check_data.
+MODULES = {
+    "hf": "util.data.hugging_face",
+    "tars": "util.data.tars",
+    "store": "util.data.remote",
+    "remote tars": "util.data.remote_tars",
+    "check_data": "util.data.survey",
+}
 DOWNLOADED = ("cifar10", "cifar100")  # data sets that are downloaded if they are missing
 INATURALIST = {"inat18": 2018, "inat19": 2019}
 DATASETS = ("folder", *DOWNLOADED, *INATURALIST, "hf")
+
+
+def module_of(kind: str) -> Any:
+    """Imports and returns a module of MODULES."""
+    try:
+        return importlib.import_module(MODULES[kind])
+    except ImportError as error:
+        raise ValueError(f"--dataset {kind} needs a package: pip install {error.name}") from error
 
 
 @dataclass
@@ -53,7 +63,7 @@ class ImageSource:
     use_pillow: bool = False
     invalid: InvalidPixels = ALL_VALID
     files: SplitFiles | None = field(init=False, default=None)  # of the dataset "folder"
-    store: Store | None = field(init=False, default=None)  # instead, if `data_path` is a URL
+    store: Any = field(init=False, default=None)  # instead, if `data_path` is a URL
     folder: str = field(init=False, default="")  # in the store
     notes: list[str] = field(init=False, default_factory=list)
     images: Images | None = field(init=False, default=None)  # once they are open
@@ -76,8 +86,8 @@ class ImageSource:
         if is_url(self.data_path):
             if self.dataset != "folder":
                 raise ValueError(f"--dataset {self.dataset} reads no URL, such as {str(self.data_path)!r}")
-            self.store = open_store(str(self.data_path))
-            self.folder, self.notes = find_split(self.store, self.split, self.labelled)
+            self.store = module_of("store").open_store(str(self.data_path))
+            self.folder, self.notes = module_of("remote tars").find_split(self.store, self.split, self.labelled)
         elif self.dataset == "folder":
             self.files = find_files(self.data_path, self.split, self.labelled)
 
@@ -122,14 +132,16 @@ class ImageSource:
         if self.dataset in DOWNLOADED:
             return CifarImages(self.dataset, self.data_path, self.split)
         if self.dataset == "hf":
-            return open_hugging_face(
+            return module_of("hf").open_hugging_face(
                 self.data_path, self.split, self.labelled, self.image_column, self.label_column, **reading
             )
         if self.store is not None:
-            return open_remote_tars(self.store, self.folder, self.labelled, self.notes, **reading)
+            return module_of("remote tars").open_remote_tars(
+                self.store, self.folder, self.labelled, self.notes, **reading
+            )
         assert self.files is not None
         if self.files.tars:
-            return open_tars(self.files.tars, self.labelled, self.files.notes, **reading)
+            return module_of("tars").open_tars(self.files.tars, self.labelled, self.files.notes, **reading)
         return FolderImages(self.files.root, self.labelled, self.files.notes, **reading)
 
 
@@ -172,12 +184,17 @@ def open_everywhere(
             invalid=InvalidPixels.from_settings(pixel_settings),
         )
 
+    images = open_source(find_source, args.data_path, split)
+    if getattr(args, "check_data", False):
+        module_of("check_data").report_split(split, images)
+    return images
+
+
+def open_source(find_source: Callable[[], ImageSource], data_path: str, split: str) -> Images:
+    """Opens the source that is found on every rank, see `open_everywhere`."""
     source = collectives.run_on_rank0(find_source)
-    if not source.is_written_once and is_same_folder(args.data_path, source.root):
-        images = collectives.run_on_rank0(source.open)
-        if getattr(args, "check_data", False):
-            survey.report_split(split, images)
-        return images
+    if not source.is_written_once and is_same_folder(data_path, source.root):
+        return collectives.run_on_rank0(source.open)
     source = collectives.run_everywhere(find_source)
     kind = "no tars"
     if source.in_tars:
@@ -187,8 +204,6 @@ def open_everywhere(
         collectives.run_on_rank0(source.write_files)
     images = collectives.run_everywhere(source.open)
     refuse_other_data(images, split)
-    if getattr(args, "check_data", False):
-        survey.report_split(split, images)
     return images
 
 

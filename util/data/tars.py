@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from util.atomic import replaced_file
-from util.data.folders import count_unread, is_hidden, is_image, note_unread, split_of
+from util.data.folders import count_endings, is_hidden, is_image, note_unread, split_of
 from util.data.images import FILE_ERRORS, EncodedImages, ImageError, retry_io
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels
 from util.text import count_of, shorten
@@ -55,7 +55,7 @@ class MemberError(ValueError):
 class TarScan:
     """The images in a tar, in its order. labels: empty if there is no `.cls` member. splits: that folders are named.
 
-    unread: members that are not read, by `count_unread`. checksums: CRC-32 of the images; empty until `add_checksums`.
+    unread: members that are not read, by their endings. checksums: CRC-32 of the images; empty until `add_checksums`.
     """
 
     names: list[str] = field(default_factory=list)
@@ -116,7 +116,7 @@ def scan_members(tar: tarfile.TarFile, file: BinaryIO, num_bytes: int) -> TarSca
             scan.sizes.append(member.size)
             folders.add(name.parent)
         else:
-            scan.unread.update(count_unread([name.name]))
+            scan.unread.update(count_endings([name.name]))
     # A tar that was cut between two members, or appended to another, looks complete to tarfile.
     tail = os.pread(file.fileno(), 1 << 16, tar.offset)
     if len(tail) < tarfile.BLOCKSIZE or tail.strip(tarfile.NUL):

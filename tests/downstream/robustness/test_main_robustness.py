@@ -358,7 +358,7 @@ def empty_class(root):
         ("imagenet_r", without("imagenet_r", SUBSET[2]), "has 6 images of 3 classes, ImageNet-R has 8 of 4"),
         ("imagenet_sketch", without("imagenet_sketch", WNIDS[3], "1.JPEG"), "has 23 images of 12 classes"),
         ("imagenet_c", without("imagenet_c", "fog", "2"), "lacks 1 of its 15 folders"),
-        ("imagenet_r", empty_class, f"no valid file for the classes {SUBSET[2]}"),
+        ("imagenet_r", empty_class, SUBSET[2]),
     ],
 )
 def test_bad_sets_are_named_before_anything_is_scored(

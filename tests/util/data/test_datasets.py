@@ -28,7 +28,7 @@ def test_bad_folders_are_named(tmp_path, photos):
     (tmp_path / "cat").mkdir()
     (tmp_path / "dog").mkdir()
     write_photo(tmp_path / "cat" / "0.jpg")
-    with pytest.raises(ValueError, match="no valid file for the classes dog"):
+    with pytest.raises(ValueError, match="dog"):
         FolderImages(tmp_path)
     with pytest.raises(ValueError, match="unknown dataset 'mnist', choose from folder, cifar10, cifar100"):
         open_images("mnist", photos)

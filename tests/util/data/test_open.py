@@ -2,6 +2,7 @@
 
 import argparse
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,10 +10,19 @@ import numpy as np
 import pytest
 
 from tests.conftest import write_photo
+from tests.runs import ROOT
 from tests.two_processes import run_in_two_processes
 from util.data.folders import folder_identity
 from util.data.images import FolderImages
 from util.data.open import open_everywhere
+
+
+def test_a_folder_of_photographs_loads_no_module_of_other_data(photos):
+    code = "import sys, main_pretrain, main_finetune; from util.data.open import open_images; "
+    code += "open_images('folder', sys.argv[1]).load(0); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, photos], cwd=ROOT, capture_output=True, text=True, check=True)
+    others = "hugging_face tars remote remote_tars survey"
+    assert not {f"util.data.{name}" for name in others.split()}.intersection(done.stdout.split())
 
 
 def flags(data_path, **changed):
@@ -78,7 +88,7 @@ def test_an_error_that_rank_0_finds_ends_all_with_one_sentence(photos, tmp_path,
         shutil.copytree(photos, root)
     if case == "mixed":
         write_photo(root / "train" / "0.jpg")
-        message = "images directly (0.jpg) beside folders"
+        message = "images (0.jpg) beside folders"
     if case == "headers":
         for path in sorted(Path(root / "train" / "cat").iterdir())[:3]:
             path.write_bytes(b"no image")

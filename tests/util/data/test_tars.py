@@ -3,7 +3,6 @@
 import errno
 import io
 import os
-import re
 import shutil
 import tarfile
 from unittest.mock import Mock
@@ -111,9 +110,9 @@ def test_the_tars_of_a_split(tmp_path, present, split, labelled, chosen, is_note
 @pytest.mark.parametrize(
     ("present", "split", "labelled", "message"),
     [
-        ("shard", "train", True, r"has no folder train/; .* or tars named like train-0\.tar"),
-        ("train", "val", True, r"or tars named like val-0\.tar"),
-        ("b-test train_val", "train", False, "holds b-test.tar, but no train: give '.*b-test.tar' itself"),
+        ("shard", "train", True, "has no train/"),
+        ("train", "val", True, "has no val/, but train.tar"),
+        ("b-test train_val", "train", False, "has no train/, but b-test.tar"),
     ],
 )
 def test_tars_without_the_split(tmp_path, present, split, labelled, message):
@@ -127,8 +126,7 @@ def test_one_tar_may_be_the_data_path(tmp_path):
     path = webdataset(tmp_path / "b-test-0.tar", [0, 1])
     assert len(open_images("folder", path)) == 2
     assert len(open_images("folder", path, "val", labelled=True)) == 2
-    advice = f"; expected are {tmp_path / 'train'}/<class>/"
-    with pytest.raises(MissingSplit, match=re.escape(advice)):  # whatever it was trained on is not evaluated on
+    with pytest.raises(MissingSplit, match="has no train/"):  # whatever it was trained on is not evaluated on
         open_images("folder", path, labelled=True)
 
 
@@ -233,7 +231,7 @@ def test_members_that_look_like_images_and_are_not_read_are_counted(tmp_path):
     write(tmp_path / "b.tar", [("dog/3.gif", b""), ("dog/4.jpg", photo(4)), ("dog/5.heic", b"")])
     for _ in range(2):  # the second time by the index
         images = open_images("folder", tmp_path)
-        assert images.notes == ["note: not read: 2 files ending in .gif, 1 file ending in .heic"]
+        assert images.notes == ["note: not read: 2 .gif, 1 .heic"]
 
 
 def test_hostile_and_hidden_members_are_left_out_and_nothing_is_written(tmp_path):
