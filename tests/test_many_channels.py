@@ -150,7 +150,7 @@ def test_exported_encoders_have_the_pixels_of_the_run(bands, encoder, dtype, tmp
 
 def test_an_exported_classifier_is_evaluated_as_the_run_is(bands, classifier, tmp_path):
     expected = evaluate(bands, classifier)["loss"]
-    export(classifier, tmp_path / "mae.pth", layout="mae")
+    export(classifier, tmp_path / "mae.pth")
     export(classifier, tmp_path / "folder")
     weights = contents(tmp_path / "mae.pth")["model"]
     torch.save({"model": weights}, tmp_path / "bare.pth")

@@ -6,41 +6,38 @@ from typing import Any
 from torch import nn
 
 from encoders.names import Tensors
-from scripts.parts.timm_models import is_classifier
+from encoders.trained import Trained
 from util.data.invalid_pixels import InvalidPixels
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import describe_pixels, known_statistics
+from util.data.transforms import default_crop_pct
 from util.run.files import record
-from util.run.files.record import CheckpointInfo
 from util.text import count_of
 
 # Settings of a segmentation run that say what its logits mean, and which images it has seen.
 SEGMENTATION_SETTINGS = ("ignore_index", "reduce_zero_label", "image_scale", "stride")
 
 
-def known_facts(model: nn.Module, info: CheckpointInfo) -> dict[str, Any]:
-    """What is stored beside the weights, see `exported.EXPORTED_FACTS`, as far as it is known.
+def known_facts(model: nn.Module, trained: Trained) -> dict[str, Any]:
+    """What is stored beside the weights of `model`, see `exported.EXPORTED_FACTS`, as far as it is known.
 
-    info: of the checkpoint. ValueError if the pixel statistics are unknown.
+    model: that of `trained`, or its encoder. ValueError if the pixel statistics are unknown.
     """
+    info = trained.weights.info
     pixels = info.pixel_settings
     statistics = known_statistics(pixels, PixelFormat(model.in_chans, pixels["pixels"] or RGB8.dtype))
     if statistics is None or not len(statistics[0]) == len(statistics[1]) == model.in_chans:
         raise ValueError(
-            f"the checkpoint does not hold the pixel mean and deviation of its {model.in_chans} channels, got "
-            f"{pixels['mean']} and {pixels['std']}: give a checkpoint of a run that stores them"
+            f"{trained.weights.what} does not hold the pixel mean and deviation of its {model.in_chans} channels"
         )
     facts = {
         "mean": statistics[0],
         "std": statistics[1],
         "pixels": pixels["pixels"],
         "input_size": list(model.img_size),
-        "crop_pct": info.settings.get("crop_pct"),
-        "optimizer": info.settings.get("optimizer"),  # of a file that was exported before
+        "crop_pct": info.settings.get("crop_pct") or default_crop_pct(model.img_size),
     }
-    if info.run is not None:
-        facts["optimizer"] = info.run.optimizer
-    if is_classifier(model):
+    if trained.task == "classification":
         facts["classes"] = info.classes
     facts = {name: value for name, value in facts.items() if value}
     for name in record.INVALID_SETTINGS:
@@ -63,19 +60,19 @@ def describe(model: nn.Module, state: Tensors, facts: Mapping[str, Any]) -> str:
     return text
 
 
-def facts_of_program(model: nn.Module, info: CheckpointInfo) -> dict[str, Any]:
-    """What is stored beside a program of torch.export: `known_facts`, and what its outputs mean.
-
-    model: a classifier or an encoder, or the encoder of a segmentation model, whose run `info` describes.
-    """
-    facts = known_facts(model, info)
-    facts.pop("optimizer", None)
+def facts_of_program(trained: Trained) -> dict[str, Any]:
+    """What is stored beside a program of torch.export: `known_facts`, and what its outputs mean."""
+    model = trained.encoder
+    info = trained.weights.info
+    facts = known_facts(model, trained)
+    facts["interpolation"] = "bicubic"
     facts["pixels"] = facts.get("pixels") or RGB8.dtype
     facts["input_dtype"] = pixels_of(model, facts).batch_dtype
     facts["outputs"] = "tokens"
-    if is_classifier(model):
+    if trained.task == "classification":
         facts["outputs"] = "logits of images"
-    if "ignore_index" in info.settings:
+    elif trained.task == "segmentation":
+        del facts["crop_pct"]  # images are seen at --image_scale
         facts["outputs"] = "logits of pixels"
         facts["classes"] = info.classes
         facts["class_colors"] = info.class_colors

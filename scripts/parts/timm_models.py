@@ -15,7 +15,6 @@ Sizes that differ from those of the architecture become arguments.
 from collections.abc import Mapping
 from typing import Any
 
-import timm
 import torch
 from timm.models.vision_transformer_sam import VisionTransformerSAM
 from torch import nn
@@ -34,37 +33,38 @@ NO_NORM = (
     "the heads read blocks, and the run has no final norm: norm starts with weight 1 and bias 0; "
     "`model.forward_intermediates(imgs)` of timm returns what the heads read"
 )
-
-
-def vit_architectures() -> dict[str, dict[str, Any]]:
-    """Returns the sizes of timm's plain ViTs. The first of those that fit a model equally well is taken."""
-    architectures = {}
-    for size, widths in {"base": BASE, "tiny": TINY, "small": SMALL, "large": LARGE, "huge": HUGE}.items():
-        for patch_size in (16, 14, 8, 32):
-            name = f"vit_{size}_patch{patch_size}_224"
-            if timm.is_model(name):
-                architectures[name] = {**widths, "patch_size": patch_size}
-    return architectures
-
-
-def swin_architectures() -> dict[str, dict[str, Any]]:
-    """Returns the sizes of timm's Swins, see `vit_architectures`."""
-    architectures = {}
-    for size, width, depth in (("base", 128, 18), ("tiny", 96, 6), ("small", 96, 18), ("large", 192, 18)):
-        architectures[f"swin_{size}_patch4_window7_224"] = {
-            "patch_size": 4,
-            "embed_dim": width,
-            "depths": [2, 2, depth, 2],
-            "num_heads": [width // 32 << stage for stage in range(4)],
-            "window_size": 7,
-        }
-    return architectures
-
-
-VIT_ARCHITECTURES = vit_architectures()
+# {name of an architecture: its sizes}. The first of those that fit a model equally well is taken.
+VIT_ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "vit_base_patch16_224": {**BASE, "patch_size": 16},
+    "vit_base_patch8_224": {**BASE, "patch_size": 8},
+    "vit_base_patch32_224": {**BASE, "patch_size": 32},
+    "vit_tiny_patch16_224": {**TINY, "patch_size": 16},
+    "vit_small_patch16_224": {**SMALL, "patch_size": 16},
+    "vit_small_patch8_224": {**SMALL, "patch_size": 8},
+    "vit_large_patch16_224": {**LARGE, "patch_size": 16},
+    "vit_huge_patch14_224": {**HUGE, "patch_size": 14},
+}
 BEIT_ARCHITECTURES: dict[str, dict[str, Any]] = {"beit_base_patch16_224": dict(BASE)}
 SAM_ARCHITECTURES: dict[str, dict[str, Any]] = {"samvit_base_patch16": {**BASE, "window_size": 14}}
-SWIN_ARCHITECTURES = swin_architectures()
+
+
+def swin(embed_dim: int, third_depth: int) -> dict[str, Any]:
+    """Returns the sizes of one of timm's Swins."""
+    return {
+        "patch_size": 4,
+        "embed_dim": embed_dim,
+        "depths": [2, 2, third_depth, 2],
+        "num_heads": [embed_dim // 32 << stage for stage in range(4)],
+        "window_size": 7,
+    }
+
+
+SWIN_ARCHITECTURES = {
+    "swin_base_patch4_window7_224": swin(128, 18),
+    "swin_tiny_patch4_window7_224": swin(96, 6),
+    "swin_small_patch4_window7_224": swin(96, 18),
+    "swin_large_patch4_window7_224": swin(192, 18),
+}
 
 
 def is_classifier(model: nn.Module) -> bool:
@@ -72,21 +72,14 @@ def is_classifier(model: nn.Module) -> bool:
     return hasattr(model, "head")
 
 
-def num_outputs(classifier: nn.Module) -> int:
-    """Returns the number of classes of a classifier, which may have the head of a linear probe."""
-    head = classifier.head
-    if isinstance(head, nn.Sequential):
-        head = head[-1]
-    return head.out_features
-
-
 def model_for_timm(trained: Trained) -> tuple[nn.Module, list[str]]:
-    """Returns (the classifier, or the encoder, remarks). It has a final norm, as timm's models have."""
+    """Returns (the classifier, or the encoder, remarks). An encoder has a final norm, as timm's models have."""
     model = trained.encoder
-    if not isinstance(getattr(model, "norm", None), nn.Identity) or is_classifier(model):
-        return model, [*trained.remarks]
-    model.norm = layer_norm(model.embed_dim)
-    return model, [*trained.remarks, NO_NORM]
+    remarks = [*trained.remarks]
+    if trained.task in ("segmentation", "detection") and isinstance(model.norm, nn.Identity):
+        model.norm = layer_norm(model.embed_dim)
+        remarks.append(NO_NORM)
+    return model, remarks
 
 
 def timm_weights(model: nn.Module) -> Tensors:
@@ -148,16 +141,13 @@ def timm_arguments(model: nn.Module) -> tuple[str, dict[str, Any]]:
     if isinstance(model, AbsoluteViTEncoder):
         options["use_abs_pos_emb"] = True
         options["use_rel_pos_bias"] = False
-    if not is_classifier(model):
-        options["num_classes"] = 0
-    else:
+    options["num_classes"] = 0
+    if is_classifier(model):
         if num_registers > 0 and model.global_pool == "token":
-            raise ValueError(
-                f"timm reads one class token, and this classifier the mean of {model.num_cls_tokens}: only classifiers "
-                "with --global_pool avg can be exported; main_finetune.py --eval --resume takes it as it is"
-            )
+            raise ValueError("of classifiers with several class tokens, timm takes those with --global_pool avg alone")
+        head = model.head[-1] if isinstance(model.head, nn.Sequential) else model.head
         options["global_pool"] = model.global_pool
-        options["num_classes"] = num_outputs(model)
+        options["num_classes"] = head.out_features
     return name, options
 
 
@@ -191,72 +181,43 @@ def num_equal(architecture: Mapping[str, Any], sizes: Mapping[str, Any]) -> int:
 
 
 @torch.inference_mode()
-def largest_difference(ours: nn.Module, theirs: nn.Module) -> str:
-    """Returns the largest difference of a model's features or logits from ours, as text.
+def largest_difference(ours: nn.Module, theirs: nn.Module) -> float:
+    """Returns the largest difference of a model's features or logits from ours, for two random images, in float64.
 
-    The outputs of two random images are compared in float32. If they differ by more than TOLERANCE, which may be
-    rounding, they are compared in float64. Raises ValueError if they still differ, FloatingPointError if they are not
-    finite.
+    Raises ValueError if it is more than TOLERANCE, FloatingPointError if our outputs are not finite.
     """
-    imgs = random_images(ours)
-    differences = []
-    for dtype in (torch.float32, torch.float64):
-        expected = output_of(ours.to(dtype), imgs.to(dtype), is_classifier(ours))
-        output = output_of(theirs.to(dtype), imgs.to(dtype), is_classifier(ours))
-        differences.append(f"{(output - expected).abs().max().item():.1e}")
-        if torch.allclose(output, expected, rtol=TOLERANCE, atol=TOLERANCE):
-            return " in float32, which is rounding: in float64 ".join(differences)
-    hint = ""
-    if isinstance(ours, SwinEncoder):
-        hint = " (timm shifts the windows of a stage that is one row of windows)"
-    raise ValueError(
-        f"its outputs differ from ours by up to {differences[-1]}, more than {TOLERANCE}{hint}; nothing is written"
-    )
-
-
-def random_images(model: nn.Module) -> torch.Tensor:
-    """Returns two images of noise [2, C, H, W] for a model of this project."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(2, model.in_chans, *model.img_size, generator=generator)
-
-
-def output_of(model: nn.Module, imgs: torch.Tensor, as_classifier: bool) -> torch.Tensor:
-    """Returns the logits of a model, ours or timm's, or its features [B, tokens, D].
-
-    FloatingPointError if they are not finite.
-    """
-    if as_classifier:
-        output = model(imgs)
+    imgs = torch.randn(2, ours.in_chans, *ours.img_size, generator=generator, dtype=torch.float64)
+    if is_classifier(ours):
+        expected = ours.double()(imgs)
+        output = theirs.double()(imgs)
     else:
-        output = model.forward_features(imgs)
-    if not output.isfinite().all():
-        raise FloatingPointError("the outputs of the model for two random images are not finite; nothing is written")
-    if isinstance(model, VisionTransformerSAM):
+        expected = ours.double().forward_features(imgs)
+        output = theirs.double().forward_features(imgs)
+    if isinstance(theirs, VisionTransformerSAM):
         output = output.permute(0, 2, 3, 1)
-    if output.ndim == 4:  # timm's Swin keeps the grid
-        output = output.flatten(1, 2)
-    return output
+    output = output.reshape(expected.shape)  # timm's Swin keeps the grid
+    if not expected.isfinite().all():
+        raise FloatingPointError("the outputs of the model for two random images are not finite; nothing is written")
+    difference = (output - expected).abs().max().item()
+    if not torch.allclose(output, expected, rtol=TOLERANCE, atol=TOLERANCE):
+        raise ValueError(f"timm's outputs differ from ours by up to {difference:.1e}; nothing is written")
+    return difference
 
 
-def data_config(model: nn.Module, settings: Mapping[str, Any], mean: list[float], std: list[float]) -> dict[str, Any]:
+def data_config(model: nn.Module, num_classes: int, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns timm's `pretrained_cfg` of a model: the images that it takes, and the names of its first and last layer.
 
-    settings: those of the run. mean, std: of the pixels.
+    facts: see `export_facts.known_facts`.
     """
-    size = list(model.img_size)
-    crop_pct = settings.get("crop_pct")
-    if crop_pct is None:
-        crop_pct = 0.875
-        if max(size) > 224:
-            crop_pct = 1.0
     config = {
-        "input_size": [model.in_chans, *size],
+        "input_size": [model.in_chans, *model.img_size],
         "fixed_input_size": True,
-        "mean": mean,
-        "std": std,
-        "crop_pct": crop_pct,
+        "mean": facts["mean"],
+        "std": facts["std"],
+        "crop_pct": facts["crop_pct"],
         "interpolation": "bicubic",
-        "num_classes": timm_arguments(model)[1]["num_classes"],
+        "num_classes": num_classes,
         "first_conv": None,
         "classifier": "head",
     }

@@ -1,13 +1,10 @@
 """Weights of other layouts, key names and sizes are fitted into a model."""
 
 import argparse
-import json
 
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
-from timm.data import ImageNetInfo
 
 from encoders.load import LoadReport, fit, load_encoder, read
 from encoders.models_relative_vit import relative_vit_micro_patch4
@@ -16,9 +13,7 @@ from encoders.trained import load
 from frameworks.models_greenmim_pr import greenmim_swin_micro_patch4_window4
 from frameworks.models_simmim_pr import simmim_vit_micro_patch4
 from models_mae_pr import mae_vit_micro_patch4
-from models_vit import VisionTransformer, ViTEncoder
-from scripts.parts.transformers_models import transformers_class, transformers_config, transformers_names
-from tests.runs import PLAIN, evaluate, finetune
+from models_vit import VisionTransformer
 from util.run.files.checkpoint import save_checkpoint
 from util.run.files.record import CheckpointError
 
@@ -236,42 +231,7 @@ def test_a_swin_of_more_blocks_is_refused(tmp_path):
         load_encoder(swin_micro_patch4_window4(), tmp_path / "w.pth")
 
 
-# ---------------------------------------------------------------------------------------------------- Transformers
-
-
-def transformers_folder(folder, model, shards=False, **changes):
-    """Writes the weights of a ViT as `save_pretrained` does; tests/encoders/test_transformers.py has the library."""
-    config = transformers_config(model, None, None) | {"id2label": {"0": "cat", "1": "dog"}} | changes
-    weights = transformers_names(model.state_dict(), transformers_class(model))
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.25] * 3}))
-    if shards:
-        names = sorted(weights)
-        for number in (1, 2):
-            shard = {name: weights[name] for name in names[number - 1 :: 2]}
-            save_file(shard, folder / f"model-0000{number}-of-00002.safetensors", {"format": "pt"})
-    else:
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
-def random_vit(kind=VisionTransformer, eps=1e-12, **options):
-    torch.manual_seed(2)
-    model = kind(**SIZES | options).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    for module in model.modules():
-        if isinstance(module, torch.nn.LayerNorm):
-            module.eps = eps
-    return model
-
-
-def test_another_number_of_heads_is_refused(tmp_path):
-    """The shapes are the same."""
-    folder = transformers_folder(tmp_path / "vit", random_vit(ViTEncoder, num_heads=6))
-    with pytest.raises(CheckpointError, match="has 6 heads, this VisionTransformer has 3"):
-        load_encoder(a_classifier(), folder)
+# ----------------------------------------------------------------------------------------------------- timm's folders
 
 
 def test_folders_of_timm_say_their_statistics_and_view(tmp_path):
@@ -279,61 +239,8 @@ def test_folders_of_timm_say_their_statistics_and_view(tmp_path):
     theirs = timm.create_model("vit_tiny_patch16_224", num_classes=2)
     theirs.pretrained_cfg |= {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "crop_pct": 0.9}
     timm.models.save_for_hf(theirs, tmp_path / "vit", safe_serialization=True)
-    weights = read(tmp_path / "vit")
-    assert weights.pixels == {
-        "pixels": "uint8",
-        "mean": [0.5, 0.4, 0.3],
-        "std": [0.2, 0.3, 0.4],
-    }
-    assert load(tmp_path / "vit").settings["crop_pct"] == 0.9
-
-
-def test_a_missing_shard_is_named(tmp_path):
-    folder = transformers_folder(tmp_path / "vit", random_vit(ViTEncoder), shards=True)
-    (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ValueError, match="no checkpoint at '.*model-00002-of-00002.safetensors'"):
-        load(folder)
-
-
-def test_descriptions_of_imagenet_s_classes_are_their_folders(tmp_path):
-    names = ImageNetInfo()
-    labels = {str(i): names.index_to_description(i) for i in range(1000)}
-    source = random_vit(global_pool="token", num_classes=1000)
-    folder = transformers_folder(tmp_path / "vit", source, id2label=labels)
-    assert read(folder).classes[:2] == ["n01440764", "n01443537"]
-
-
-def test_other_activations_are_refused(tmp_path):
-    folder = transformers_folder(tmp_path / "vit", random_vit(ViTEncoder), hidden_act="relu")
-    with pytest.raises(CheckpointError, match="has the activation 'relu'"):
-        read(folder)
-
-
-def test_a_folder_of_transformers_is_evaluated_and_fine_tuned(labelled, tmp_path, capsys):
-    """Its file is a link to another name, as in the cache of the Hub. The statistics are those of its images."""
-    sizes = dict(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=3)
-    source = random_vit(global_pool="token", num_classes=2, **sizes)
-    folder = transformers_folder(tmp_path / "vit", source)
-    (folder / "model.safetensors").rename(tmp_path / "blob")
-    (folder / "model.safetensors").symlink_to(tmp_path / "blob")
-    settings = dict(
-        model="vit_micro_patch4",
-        nb_classes=2,
-        input_size=32,
-        patch_size=4,
-        global_pool="token",
-        crop_pct=1.0,
-        trainable_blocks=None,
-        mean=[0.5] * 3,
-        std=[0.25] * 3,
-    )
-    checkpoint = save_checkpoint(tmp_path, 1, {"model": source.state_dict()}, {"settings": settings})
-    expected = evaluate(labelled, checkpoint)
-    found = evaluate(labelled, folder, "--crop_pct", "1")
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-3)
-    assert found["num_images"] == 7
-    content = finetune(labelled, tmp_path / "out", *PLAIN, "--finetune", folder, "--max_steps", 1)
-    meta = content["meta"]
-    assert meta["encoder"]["path"] == str(folder / "model.safetensors")
-    assert meta["settings"]["mean"] == [0.5] * 3
-    assert "LayerNorms with eps 1e-12, here eps is 1e-06" in capsys.readouterr().out
+    settings = load(tmp_path / "vit", "classification").settings
+    assert settings["pixels"] == "uint8"
+    assert settings["mean"] == [0.5, 0.4, 0.3]
+    assert settings["std"] == [0.2, 0.3, 0.4]
+    assert settings["crop_pct"] == 0.9

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from timm.data import ImageNetInfo
 from torch.testing import assert_close
 
 import hubconf
@@ -10,6 +11,7 @@ from encoders.load import load_encoder, read, set_norm_eps
 from encoders.trained import load
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import VisionTransformer
+from util.run.files.record import CheckpointError
 
 transformers = pytest.importorskip("transformers")
 
@@ -121,6 +123,26 @@ def test_a_head_whose_classes_have_no_names_is_not_loaded(tmp_path, id2label, is
     if is_loaded:
         expected = "the head is loaded, as its 3 classes are the same"
     assert expected in str(report)
+
+
+def test_what_its_two_json_files_say(tmp_path):
+    """Statistics are those of its processor. ImageNet's descriptions become the names of its folders."""
+    names = ImageNetInfo()
+    labels = {i: names.index_to_description(i) for i in range(1000)}
+    make("classifier", id2label=labels).save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.4, 0.3], "image_std": [0.1, 0.2, 0.3]}')
+    trained = load(tmp_path, "classification")
+    assert trained.settings["mean"] == [0.5, 0.4, 0.3]
+    assert trained.settings["std"] == [0.1, 0.2, 0.3]
+    assert trained.settings["nb_classes"] == 1000
+    assert trained.weights.info.classes[:2] == ["n01440764", "n01443537"]
+
+
+@pytest.mark.parametrize("config", [{"num_attention_heads": 6}, {"hidden_act": "relu"}])
+def test_encoders_that_differ_in_no_shape_are_refused(tmp_path, config):
+    make("encoder", **config).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        load_encoder(VisionTransformer(**OURS), tmp_path)
 
 
 @torch.no_grad()

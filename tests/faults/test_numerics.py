@@ -77,7 +77,6 @@ def test_ruined_weights_give_no_result(labelled, spoilt, tmp_path, capsys, weigh
     messages = [
         refused(capsys, export.main, path, "--out", tmp_path / "out", code=3),
         refused(capsys, export.main, path, "--out", tmp_path / "out.safetensors", code=3),
-        refused(capsys, export.main, path, "--out", tmp_path / "out.pth", "--format", "mae", code=3),
         refused(
             capsys, visualize.main, path, "--out", tmp_path / "out.png", "--images", labelled / "val" / "cat", code=3
         ),

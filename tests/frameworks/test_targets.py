@@ -10,7 +10,7 @@ from frameworks import registry
 from frameworks.hooks.reconstruction import reconstruction_picture
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import NANO
-from scripts import export, visualize
+from scripts import visualize
 from tests import runs
 from tests.runs import refused
 from tests.slow_mae import pixels_of, target_of
@@ -93,14 +93,7 @@ def test_scripts_refuse_to_take_it_for_pixels(laplacian, photos, tmp_path, capsy
     message = refused(capsys, visualize.main, run, "--images", photos, "--out", tmp_path / "picture.png")
     assert "the targets of LaplacianMAE are no pixels" in message
     assert "override `views`" in message
-    message = refused(capsys, export.main, run, "--out", tmp_path / "mae.pth", "--format", "mae")
-    assert "predicts other targets than pixels, and MAE's decoder predicts pixels" in message
-    export.main([str(run), "--out", str(tmp_path / "vit"), "--format", "transformers"])
-    out = capsys.readouterr().out
-    assert "ViTModel;" in out
-    assert "the decoder is left out" in out
     assert not (tmp_path / "picture.png").exists()
-    assert not (tmp_path / "mae.pth").exists()
 
 
 def test_a_drawing_that_fails_leaves_the_model_in_training():

@@ -3,7 +3,6 @@
 import torch
 from torch.nn import functional as F
 
-import main_pretrain
 from downstream.detection.models import build_detector
 from downstream.segmentation import main_segmentation
 from downstream.segmentation.models import build_segmenter
@@ -66,14 +65,6 @@ def pretrained(folder, name, **options):
     folder.mkdir(exist_ok=True)
     meta = {"settings": settings_of(model, name, mask_ratio=0.75)}
     return save_checkpoint(folder, 3, {"model": model.state_dict()}, meta)
-
-
-def pretrained_run(folder, *flags):
-    """Writes a checkpoint like those of main_pretrain.py, with all settings. Returns (path, model)."""
-    settings = vars(main_pretrain.get_args_parser().parse_args(["--model", VIT[0], *flags]))
-    torch.manual_seed(0)
-    model = shake(registry.build_model(settings))
-    return save_checkpoint(folder, 3, {"model": model.state_dict()}, {"settings": settings}), model
 
 
 def finetuned(folder, name, crop_pct=None, pixels="uint8", marks=None, **options):

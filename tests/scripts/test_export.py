@@ -1,332 +1,311 @@
-"""Exports to a single file, for timm and for MAE's scripts."""
+"""Exports for timm, which computes our features and logits from them. Transformers loads the same folders."""
 
-import argparse
 import os
-import re
-import resource
+import signal
+import subprocess
+import sys
 
 import pytest
 import timm
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.nn import functional as F
 from torch.testing import assert_close
 
-import models_mae_pr
 from downstream.probe.models import open_encoder
+from downstream.segmentation.vit_backbone import DenseViT
+from encoders import classifiers, trained
 from encoders.load import load_encoder
-from encoders.trained import load
-from models_vit import ViTEncoder, vit_micro_patch4
+from models_vit import MICRO, vit_micro_patch4
+from scripts import export
+from scripts.parts import timm_models
 from tests.scripts.exports import (
+    ABSOLUTE,
     CLOSE,
+    NORMLESS,
+    RELATIVE,
+    SIMMIM_SWIN,
+    SWIN,
     VIT,
+    detection_run,
     features_by_finetuning,
     finetuned,
     pretrained,
-    pretrained_run,
     refused,
     run,
-    shake,
+    segmentation_run,
 )
-from util.run.files.checkpoint import save_checkpoint
+from tests.scripts.programs import ROOT
 
-SUFFIXES = (".safetensors", ".pth")
-MICRO_IN_TIMM = {
-    "img_size": 32,
-    "patch_size": 4,
-    "embed_dim": 96,
-    "depth": 4,
-    "num_heads": 3,
-}
+FILES = {"config.json", "model.safetensors", "README.md"}
 
 
-def weights_in(path):
-    """The weights in an exported file."""
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    content = torch.load(path, weights_only=True)
-    assert list(content) == ["model", "meta"]  # MAE's scripts read "model"
-    return content["model"]
+def in_timm(folder, **options):
+    return timm.create_model(f"local-dir:{folder}", pretrained=True, **options).eval()
 
 
-def in_timm(path, **options):
-    return timm.create_model("vit_base_patch16_224", checkpoint_path=str(path), **MICRO_IN_TIMM, **options).eval()
-
-
-# ---------------------------------------------------------------------------------------------- what is written
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_encoder_of_a_run_s_folder(tmp_path, capsys, suffix):
-    path = pretrained(tmp_path, VIT[0])
-    out = tmp_path / f"encoder{suffix}"
-    run(capsys, tmp_path, out)
-    imgs = torch.randn(1, 3, 32, 32)
-    expected = features_by_finetuning(path, VIT[1], imgs)
-    with torch.no_grad():
-        assert_close(in_timm(out, num_classes=0).forward_features(imgs), expected, **CLOSE)
-    parts = {name.split(".")[0] for name in weights_in(out)}
-    assert parts == {"cls_token", "pos_embed", "patch_embed", "blocks", "norm"}
-    assert set(os.listdir(tmp_path)) == {"checkpoint-3.pth", "checkpoint-3.json", out.name}  # no temporary file is left
-    assert out.stat().st_mode == path.stat().st_mode  # the same permissions as the checkpoint
-
-
-@pytest.mark.parametrize("options", [{"global_pool": "avg"}, {"global_pool": "token"}])
-@torch.no_grad()
-def test_classifier(tmp_path, capsys, options):
-    path, ours = finetuned(tmp_path, VIT[1], **options)
-    out = tmp_path / "classifier.safetensors"
-    run(capsys, path, out)
-    imgs = torch.randn(3, 3, 32, 32)
-    assert ours(imgs).std() > 0.1
-    assert_close(in_timm(out, num_classes=5, **options)(imgs), ours(imgs), **CLOSE)
-    with safe_open(out, "pt") as file:
-        assert file.metadata()["classes"] == '["a", "b", "c", "d", "e"]'
-
-
-def test_a_release_of_mae_with_a_pickled_namespace(tmp_path, capsys):
-    """The number of heads follows from the published sizes. The decoder has MAE's key names."""
-    model = shake(models_mae_pr.mae_vit_tiny_patch16(img_size=64))
-    weights = {name: value for name, value in model.state_dict().items() if not name.startswith("decoder.")}
-    weights["mask_token"] = torch.zeros(1, 1, 8)
-    weights["decoder_blocks.0.norm1.weight"] = torch.zeros(8)
-    torch.save({"model": weights, "args": argparse.Namespace(lr=0.1)}, tmp_path / "mae.pth")
-    out = tmp_path / "encoder.safetensors"
-    run(capsys, tmp_path / "mae.pth", out)
-    theirs = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=0, checkpoint_path=str(out)).eval()
-    imgs = torch.randn(1, 3, 64, 64)
-    with torch.no_grad():
-        assert_close(theirs.forward_features(imgs), model.forward_features(imgs), **CLOSE)
-
-
-def test_rounding_is_told_from_a_mistake(tmp_path, capsys, monkeypatch):
-    """If float32 rounds by more than the tolerance, float64 is compared. Here the outputs are rounded on purpose."""
-    path = pretrained(tmp_path, VIT[0])
-    exact = ViTEncoder.forward_features
-
-    def rounded(self, imgs):
-        x = exact(self, imgs)
-        if x.dtype == torch.float32:
-            x = x.bfloat16().float()
-        return x
-
-    monkeypatch.setattr(ViTEncoder, "forward_features", rounded)
-    lines = run(capsys, path, tmp_path / "encoder.pth")
-    assert " in float32, which is rounding: in float64 " in lines[1]
-    assert float(lines[1].split()[-1]) < 1e-9
+# -------------------------------------------------------------------------------------------------- folders and files
 
 
 @pytest.mark.parametrize(
-    ("model", "options", "arguments"),
+    ("family", "options"),
     [
-        ("mae_vit_mini_patch4", {}, '"vit_tiny_patch16_224", img_size=32, patch_size=4, depth=6, num_classes=0, '),
-        (
-            "mae_vit_mini_patch4",
-            {"img_size": (16, 64)},
-            '"vit_tiny_patch16_224", img_size=(16, 64), patch_size=4, depth=6',
-        ),
-        ("mae_vit_tiny_patch16", {"img_size": 64}, '"vit_tiny_patch16_224", img_size=64, num_classes=0, '),
-        (
-            "mae_vit_small_patch16",
-            {"img_size": 32, "patch_size": 8},
-            '"vit_small_patch8_224", img_size=32, num_classes=0, ',
-        ),
+        (VIT, {}),
+        (VIT, {"in_chans": 5, "img_size": (16, 64)}),
+        (VIT, {"patch_size": 8, "in_chans": 1}),
+        (NORMLESS, {}),
+        (RELATIVE, {"img_size": (16, 64), "in_chans": 5}),
+        (ABSOLUTE, {"img_size": (64, 32), "in_chans": 1}),
+        (SWIN, {"img_size": (64, 96), "in_chans": 5}),
+        (SIMMIM_SWIN, {"in_chans": 1}),
     ],
 )
 @torch.no_grad()
-def test_the_printed_line_loads_the_file(tmp_path, capsys, monkeypatch, model, options, arguments):
-    path = pretrained(tmp_path, model, **options)
-    monkeypatch.chdir(tmp_path)
-    *_, line = run(capsys, path, 'my "own".safetensors')
-    assert line.startswith(f"timm.create_model({arguments}")
+def test_folders_of_encoders(tmp_path, capsys, family, options):
+    pretraining, finetuning = family
+    path = pretrained(tmp_path / "run", pretraining, **options)
+    out = tmp_path / "encoder"
+    line = run(capsys, tmp_path / "run", out)[-1]
+    assert set(os.listdir(out)) == FILES
+    assert sorted(os.listdir(tmp_path)) == ["encoder", "run"]
+    imgs = torch.randn(2, options.get("in_chans", 3), *options.get("img_size", (32, 32)))
+    others = {name: value for name, value in options.items() if name != "in_chans"}
+    expected = features_by_finetuning(path, finetuning, imgs, **others)
+    assert expected.std() > 0.1
     theirs = eval(line, {"timm": timm}).eval()
-    ours = load(path).model
-    imgs = torch.randn(1, 3, *ours.img_size)
-    assert_close(theirs.forward_features(imgs), ours.forward_features(imgs), **CLOSE)
-
-
-@pytest.fixture
-def full_disk():
-    """No file can become larger than 300 kB."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.fixture
-def mae_run(tmp_path):
-    """The folder of a run of plain MAE, which every format can hold."""
-    pretrained_run(tmp_path, "--throw_ratio", "0")
-    return tmp_path
+    assert_close(theirs.forward_features(imgs).reshape(expected.shape), expected, **CLOSE)
+    for ours in (trained.load(out).model, open_encoder(out).network):
+        assert ours.img_size == imgs.shape[2:]
+        assert_close(ours.forward_features(imgs), expected, **CLOSE)
+    config = timm.data.resolve_model_data_config(theirs)
+    assert list(config["input_size"]) == list(imgs.shape[1:])
+    assert config["crop_pct"] == 0.875
 
 
 @pytest.mark.parametrize(
-    ("out", "layout"),
+    ("name", "options"),
     [
-        ("e", "timm"),
-        ("e.safetensors", "timm"),
-        ("e.pth", "timm"),
-        ("e", "transformers"),
-        ("e.pth", "mae"),
-        ("e.pt2", "torch"),
+        (VIT[1], {"global_pool": "avg"}),
+        (VIT[1], {"global_pool": "token", "probe": True}),
+        (RELATIVE[1], {}),
+        (ABSOLUTE[1], {"global_pool": "token"}),
+        (SWIN[1], {"in_chans": 5}),
     ],
 )
-def test_a_full_disk_may_pass(mae_run, full_disk, capsys, out, layout):
-    before = os.listdir(mae_run)
-    message = refused(capsys, mae_run, mae_run / out, "--format", layout, code=75)
-    assert message == f"export.py: error: {str(mae_run / out)!r}: File too large; start the same command again\n"
-    assert os.listdir(mae_run) == before
-
-
-def test_an_existing_file_is_kept_without_overwrite(tmp_path, capsys):
-    path = pretrained(tmp_path, VIT[0])
-    out = tmp_path / "encoder.pth"
-    out.write_text("older")
-    assert "exists; give another name, or --overwrite" in refused(capsys, path, out)
-    assert out.read_text() == "older"
-    run(capsys, path, out, "--overwrite")
-    assert "cls_token" in weights_in(out)
-    assert "is the checkpoint itself" in refused(capsys, path, path, "--overwrite")
-
-
-# ---------------------------------------------------------------------------------------- what our programs read
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
 @torch.no_grad()
-def test_a_rectangle_keeps_its_grid(tmp_path, capsys, suffix):
-    """4 x 16 tokens have a table of the shape of 8 x 8 tokens."""
+def test_folders_of_classifiers(tmp_path, capsys, name, options):
+    path, ours = finetuned(tmp_path, name, crop_pct=0.95, **options)
+    run(capsys, path, tmp_path / "classifier")
+    theirs = in_timm(tmp_path / "classifier")
+    imgs = torch.randn(3, ours.in_chans, 32, 32)
+    assert ours(imgs).std() > 0.05
+    assert_close(theirs(imgs), ours(imgs), **CLOSE)
+    assert list(theirs.pretrained_cfg["label_names"]) == list("abcde")
+    if name != SWIN[1]:
+        again = trained.load(tmp_path / "classifier", "classification")
+        assert again.settings["crop_pct"] == 0.95
+        assert again.weights.info.classes == list("abcde")
+
+
+@torch.no_grad()
+def test_transformers_loads_the_folder(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    imgs = torch.randn(2, 3, 32, 32)
+    path = pretrained(tmp_path, VIT[0])
+    run(capsys, path, tmp_path / "encoder")
+    theirs = transformers.AutoModel.from_pretrained(tmp_path / "encoder").eval()
+    assert torch.equal(theirs(imgs).last_hidden_state, in_timm(tmp_path / "encoder").forward_features(imgs))
+    path, ours = finetuned(tmp_path, VIT[1])
+    run(capsys, path, tmp_path / "classifier")
+    theirs = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "classifier").eval()
+    assert torch.equal(theirs(imgs).logits, in_timm(tmp_path / "classifier")(imgs))
+    assert_close(theirs(imgs).logits, ours(imgs), **CLOSE)
+    assert theirs.config.id2label[4] == "e"
+
+
+@pytest.mark.parametrize("family", [VIT, RELATIVE, ABSOLUTE, SWIN], ids=["vit", "relative", "absolute", "swin"])
+@torch.no_grad()
+def test_other_uses_in_timm(tmp_path, capsys, family):
+    """A new head, maps of features, and another image size."""
+    pretraining, finetuning = family
+    path = pretrained(tmp_path, pretraining)
+    run(capsys, path, tmp_path / "encoder")
+    imgs = torch.randn(1, 3, 32, 32)
+    expected = features_by_finetuning(path, finetuning, imgs)
+    assert in_timm(tmp_path / "encoder", num_classes=7)(imgs).shape == (1, 7)
+    last = in_timm(tmp_path / "encoder", features_only=True)(imgs)[-1]
+    weights = load_file(tmp_path / "encoder" / "model.safetensors")
+    if family is SWIN:
+        tokens = last.flatten(1, 2)
+        eps = 1e-5
+    else:
+        tokens = last.flatten(2).transpose(1, 2)
+        eps = 1e-6
+        expected = expected[:, 1:]
+    normed = F.layer_norm(tokens, tokens.shape[-1:], weights["norm.weight"], weights["norm.bias"], eps)
+    assert_close(normed, expected, **CLOSE)
+    larger = in_timm(tmp_path / "encoder", img_size=64)
+    assert larger(torch.randn(1, 3, 64, 64)).isfinite().all()
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+@torch.no_grad()
+def test_single_files(tmp_path, capsys, suffix):
+    """4 x 16 tokens have a table of the shape of 8 x 8 tokens. MAE's scripts read "model" of a .pth."""
     path = pretrained(tmp_path, VIT[0], img_size=(16, 64))
     out = tmp_path / f"encoder{suffix}"
-    run(capsys, path, out)
+    line = run(capsys, tmp_path, out)[-1]
     imgs = torch.randn(2, 3, 16, 64)
     expected = features_by_finetuning(path, VIT[1], imgs, img_size=(16, 64))
-    for encoder in (load(out).model, open_encoder(out).network):
-        assert_close(encoder.forward_features(imgs), expected, **CLOSE)
+    theirs = eval(line, {"timm": timm}).eval()
+    assert_close(theirs.forward_features(imgs), expected, **CLOSE)
+    assert_close(trained.load(out).model.forward_features(imgs), expected, **CLOSE)
     assert not load_encoder(vit_micro_patch4(global_pool="token", img_size=(16, 64)), out).resized
-    assert load_encoder(vit_micro_patch4(global_pool="token", img_size=32), out).resized == ["pos_embed"]
-
-
-@pytest.mark.parametrize("name", ["folder", "file.safetensors", "file.pth"])
-def test_a_classifier_keeps_its_evaluation_view(tmp_path, capsys, name):
-    path, _ = finetuned(tmp_path, VIT[1], img_size=(16, 64), crop_pct=0.95)
-    run(capsys, path, tmp_path / name)
-    classifier = load(tmp_path / name)
-    assert classifier.settings["crop_pct"] == 0.95
-    assert classifier.settings["input_size"] == [16, 64]
-    assert classifier.weights.info.classes == list("abcde")
-
-
-# ---------------------------------------------------------------------------------------------- what is refused
+    assert out.stat().st_mode == path.stat().st_mode  # the same permissions as the checkpoint
+    if suffix == ".pth":
+        assert list(torch.load(out, weights_only=True)) == ["model", "meta"]
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "message"),
+    ("name", "architecture", "sizes"),
     [
-        ("pos_embed", (1, 3, 96), "positions for 2 tokens, which is no square"),
-        ("head.weight", (5, 96), "1 missing: head.bias"),
+        ("vit_tiny_patch16", "vit_tiny_patch16_224", {}),
+        ("vit_small_patch16", "vit_small_patch16_224", {}),
+        ("vit_base_patch16", "vit_base_patch16_224", {}),
+        ("vit_large_patch16", "vit_large_patch16_224", {}),
+        ("vit_huge_patch14", "vit_huge_patch14_224", {}),
+        ("swin_base_patch4_window7", "swin_base_patch4_window7_224", {}),
+        ("swin_large_patch4_window14", "swin_large_patch4_window7_224", {"window_size": 14}),
+        ("relative_vit_base_patch16", "beit_base_patch16_224", {}),
     ],
 )
-def test_weights_of_other_models_are_refused(tmp_path, capsys, name, shape, message):
-    weights = vit_micro_patch4(global_pool="token").state_dict()
-    weights = {key: value for key, value in weights.items() if not key.startswith("head.")}
-    weights[name] = torch.zeros(shape)
-    torch.save({"model": weights}, tmp_path / "weights.pth")
-    assert message in refused(capsys, tmp_path / "weights.pth", tmp_path / "encoder.pth")
+def test_published_sizes_have_timm_s_names(name, architecture, sizes):
+    with torch.device("meta"):
+        model = classifiers.MODELS[name](num_classes=7)
+        arguments = timm_models.timm_arguments(model)
+    assert arguments == (architecture, {**sizes, "global_pool": "avg", "num_classes": 7})
 
 
-def test_a_model_of_another_version_is_refused(tmp_path, capsys):
-    """Its weights have the names of a known kind."""
-    model = models_mae_pr.mae_vit_micro_patch4()
-    path = save_checkpoint(tmp_path, 1, {"model": model.state_dict()}, {"settings": {"model": "mae_vit_micro_patch"}})
-    message = refused(capsys, path, tmp_path / "e")
-    assert "was made as 'mae_vit_micro_patch', which this code does not know; close to it: mae_vit_micro_pat" in message
-    assert "made as mae_vit_micro_patch" in str(load_encoder(vit_micro_patch4(), path))
+# -------------------------------------------------------------------------------------------------------- dense tasks
 
 
-def test_a_path_without_a_checkpoint_is_refused(tmp_path, capsys):
-    assert "no checkpoint at" in refused(capsys, tmp_path / "nowhere.pth", tmp_path / "encoder.pth")
+@torch.no_grad()
+def test_the_encoder_of_upernet(tmp_path, capsys):
+    """Its head reads four blocks, which are three here."""
+    segmentation_run(tmp_path / "run", in_chans=5, mean=[0.1] * 5, std=[0.2] * 5)
+    run(capsys, tmp_path / "run", tmp_path / "encoder")
+    backbone = trained.load(tmp_path / "run").encoder
+    imgs = torch.randn(2, 5, 16, 16)
+    theirs = in_timm(tmp_path / "encoder")
+    maps = theirs.forward_intermediates(imgs, indices=[0, 1, 3], intermediates_only=True)
+    first, second, _, last = backbone(imgs)
+    for expected, found in zip((first, second, last), maps, strict=True):
+        assert expected.std() > 0.1
+        assert_close(found, expected, **CLOSE)
+    assert theirs.pretrained_cfg["mean"] == [0.1] * 5
 
 
-def test_a_missing_final_norm_is_said(tmp_path, capsys):
-    """As in TEC's published encoders and in CrossMAE's."""
-    weights = vit_micro_patch4(global_pool="token").state_dict()
-    weights = {name: value for name, value in weights.items() if not name.startswith(("head.", "norm."))}
-    torch.save(weights, tmp_path / "normless.pth")
-    lines = run(capsys, tmp_path / "normless.pth", tmp_path / "encoder.pth")
-    assert any("holds no final norm: norm starts with weight 1" in line for line in lines)
+@torch.no_grad()
+def test_the_frozen_encoder_of_a_linear_head(tmp_path, capsys):
+    """Its final norm is that of the pre-trained encoder. Another run can start from the folder."""
+    segmentation_run(tmp_path / "run", "--head", "linear")
+    run(capsys, tmp_path / "run", tmp_path / "encoder")
+    imgs = torch.randn(2, 3, 16, 16)
+    (expected,) = trained.load(tmp_path / "run").encoder(imgs)
+    tokens = in_timm(tmp_path / "encoder").forward_features(imgs)[:, 1:]
+    assert_close(tokens, expected.flatten(2).transpose(1, 2), **CLOSE)
+    again = DenseViT(final_norm=True, **{**MICRO, "img_size": 16}).eval()
+    load_encoder(again, tmp_path / "encoder")
+    assert_close(again(imgs)[0], expected, **CLOSE)
 
 
-# ---------------------------------------------------------------------------------------------- MAE's own names
+@torch.no_grad()
+def test_the_encoder_of_a_detector(tmp_path, capsys):
+    """Two of its six blocks have windows, which are padded. In float64: rounding is larger in float32."""
+    detection_run(tmp_path / "run")
+    run(capsys, tmp_path / "run", tmp_path / "encoder")
+    imgs = torch.randn(2, 3, 48, 48, dtype=torch.float64)
+    _, maps = in_timm(tmp_path / "encoder").double().forward_intermediates(imgs, indices=[5])
+    expected = trained.load(tmp_path / "run").encoder.double()(imgs)
+    assert expected.std() > 0.1
+    assert_close(maps[0], expected, **CLOSE)
 
-FOR_MAE = ("--format", "mae")
 
-
-def names_of_mae():
-    """The names of the tensors in MAE's releases, with N for the number of a block."""
-    layers = ["patch_embed.proj", "norm", "decoder_embed", "decoder_norm", "decoder_pred"]
-    for layer in ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2"):
-        layers += [f"blocks.N.{layer}", f"decoder_blocks.N.{layer}"]
-    names = {"cls_token", "pos_embed", "mask_token", "decoder_pos_embed"}
-    for layer in layers:
-        names |= {f"{layer}.weight", f"{layer}.bias"}
-    return names
+# ------------------------------------------------------------------------------------------------------ what is refused
 
 
 @pytest.mark.parametrize(
-    ("flags", "notes"),
+    ("name", "options", "out", "flags", "named"),
     [
-        (("--throw_ratio", "0"), []),
-        (
-            ("--no-progressive",),
-            ["note: tokens were thrown in training, so the decoder has seen fewer tokens than MAE"],
-        ),
+        (SIMMIM_SWIN[0], {"img_size": (32, 64)}, "e", (), "differ from ours"),  # timm shifts a row of windows
+        (SWIN[0], {}, "e.pth", (), "--out"),
+        (VIT[0], {}, "e.v2", (), "--out"),
+        (VIT[0], {}, "e.pt2", (), "--out"),
+        (VIT[0], {}, "e.pth", ("--format", "torch"), "--out"),
+        (VIT[0], {}, "run", (), "--overwrite"),
+        (VIT[0], {}, "run/checkpoint-3.pth", ("--overwrite",), "--out"),
     ],
 )
-def test_pretrained_weights_under_mae_s_names(tmp_path, capsys, flags, notes):
-    """`load_official` reads them as it reads a release."""
-    path, model = pretrained_run(tmp_path, *flags)
-    lines = run(capsys, path, tmp_path / "mae.pth", *FOR_MAE)
-    assert [line[:80] for line in lines[1:]] == [note[:80] for note in notes]
-    weights = weights_in(tmp_path / "mae.pth")
-    assert {re.sub(r"\.\d+\.", ".N.", name) for name in weights} == names_of_mae()
-    other = models_mae_pr.mae_vit_micro_patch4(throw_ratio=0)
-    other.load_official({"model": weights})
-    for name, value in other.state_dict().items():
-        assert torch.equal(value, model.state_dict()[name])
+def test_what_is_refused(tmp_path, capsys, name, options, out, flags, named):
+    pretrained(tmp_path / "run", name, **options)
+    assert named in refused(capsys, tmp_path / "run", tmp_path / out, *flags)
 
 
-@pytest.mark.parametrize("options", [{"global_pool": "avg"}, {"global_pool": "token", "probe": True}])
-def test_a_classifier_for_mae_is_the_plain_state_dict(tmp_path, capsys, options):
-    """A probe keeps its BatchNorm, as in MAE."""
-    path, model = finetuned(tmp_path, VIT[1], **options)
-    run(capsys, path, tmp_path / "classifier.pth", *FOR_MAE)
-    weights = weights_in(tmp_path / "classifier.pth")
-    assert list(weights) == list(model.state_dict())
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+@pytest.mark.parametrize("name", [VIT[0], SWIN[0]])
+def test_weights_without_what_their_kind_needs_are_refused(tmp_path, capsys, name):
+    """Of five channels the statistics, of a Swin the image size."""
+    content = torch.load(pretrained(tmp_path, name, in_chans=5), weights_only=True)
+    torch.save({"model": content["model"]}, tmp_path / "bare.pth")
+    assert "bare.pth" in refused(capsys, tmp_path / "bare.pth", tmp_path / "encoder")
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ((), "trained with --throw_ratio 0.5: its decoder reconstructs thrown tokens by an aggregation"),
-        (("--aggregation", "avgpool"), "by an aggregation, which MAE's decoder lacks"),  # it has no parameters
-        (("--throw_ratio", "0", "--input_size", "32", "64"), "is for images of (32, 64) pixels, and MAE's are square"),
-        (("--throw_ratio", "0", "--model", "mff_vit_micro_patch4"), "of another framework than MAE"),
-        (("--model", "greenmim_swin_micro_patch4_window4"), "of another framework than MAE"),
-    ],
-)
-def test_what_mae_s_code_could_not_run_is_refused(tmp_path, capsys, flags, message):
-    path, _ = pretrained_run(tmp_path, *flags)
-    error = refused(capsys, path, tmp_path / "mae.pth", *FOR_MAE)
-    assert message in error
-    assert "export its encoder with --format timm" in error
+def test_other_files_in_an_existing_folder_stay(tmp_path, capsys):
+    out = tmp_path / "encoder"
+    run(capsys, pretrained(tmp_path / "run", VIT[0]), out)
+    (out / "notes.txt").write_text("mine")
+    run(capsys, pretrained(tmp_path / "other", VIT[0], img_size=64), out, "--overwrite")
+    assert in_timm(out).patch_embed.img_size == (64, 64)
+    assert (out / "notes.txt").read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["encoder", "other", "run"]  # no temporary folder is left
 
 
-def test_other_files_are_refused_for_mae(tmp_path, capsys):
-    path, _ = pretrained_run(tmp_path, "--throw_ratio", "0")
-    assert "--format mae writes a .pth" in refused(capsys, path, tmp_path / "mae.safetensors", *FOR_MAE)
-    run(capsys, path, tmp_path / "encoder.pth")
-    error = refused(capsys, tmp_path / "encoder.pth", tmp_path / "again.pth", *FOR_MAE)
-    assert "does not hold the settings of its model" in error
+@pytest.mark.parametrize("name", ["encoder", "encoder.safetensors"])
+def test_what_timm_reads_otherwise_is_not_put_in_place(tmp_path, capsys, monkeypatch, name):
+    path = pretrained(tmp_path / "run", VIT[0])
+    create_model = timm.create_model
+
+    def damaged(name, **options):
+        model = create_model(name, **options)
+        model.norm.bias.data += 1e-3
+        return model
+
+    monkeypatch.replace_in(export, "timm.create_model", damaged)
+    assert "differ from ours by up to 1.0e-03" in refused(capsys, path, tmp_path / name)
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_sigterm_leaves_nothing_beside_out(tmp_path):
+    pretrained(tmp_path / "run", VIT[0])
+    code = """
+import os, signal, sys
+from scripts import export
+def stop(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGTERM)
+export.check_loads = stop
+export.main(sys.argv[1:])
+"""
+    out = tmp_path / "encoder"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "run", "--out", out], cwd=ROOT, capture_output=True)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_the_card_says_what_the_weights_are(tmp_path, capsys):
+    """Without paths of this machine."""
+    path, _ = finetuned(tmp_path, VIT[1], global_pool="avg")
+    run(capsys, path, tmp_path / "classifier")
+    card = (tmp_path / "classifier" / "README.md").read_text()
+    assert 'timm.create_model("local-dir:classifier", pretrained=True).eval()' in card
+    assert "`checkpoint-best.pth`, SHA-256" in card
+    assert '"model": "vit_micro_patch4"' in card
+    assert str(tmp_path) not in card

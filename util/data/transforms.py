@@ -289,6 +289,11 @@ def posterize(img: Image.Image, bits_to_keep: int, **options: object) -> Image.I
     return timm_ops.posterize(img, bits_to_keep, **options)
 
 
+def default_crop_pct(size: Sequence[int]) -> float:
+    """Returns the share of an image's side that MAE's evaluation sees at this size: 224 / 256 up to 224 px, else 1."""
+    return 0.875 if max(size) <= 224 else 1.0
+
+
 class ResizeCenterCrop:
     """The usual evaluation view: resizes the shorter side to int(size / crop_pct), bicubic, then crops the centre.
 
@@ -299,7 +304,7 @@ class ResizeCenterCrop:
         self.size = height_and_width(size)
         self.reference = reference
         if crop_pct is None:
-            crop_pct = 0.875 if max(self.size) <= 224 else 1.0
+            crop_pct = default_crop_pct(self.size)
         if not 0 < crop_pct <= 1:
             raise ValueError(f"crop_pct must lie in (0, 1], got {crop_pct}")
         height, width = self.size
