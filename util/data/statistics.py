@@ -1,6 +1,5 @@
 """Mean and standard deviation of a source's pixels, by which its images are normalised."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,85 +8,23 @@ import numpy as np
 
 from util.collectives import run_on_rank0
 from util.data.images import ImageError, Images, evenly_spaced
-from util.data.invalid_pixels import InvalidPixels
 from util.data.pixel_format import PixelFormat
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from util.text import count_of, shorten
 
 SAMPLE = 256  # images that statistics are computed from
 
-NAMES = ("mean", "deviation")  # in messages
 IMAGENET = ([*IMAGENET_MEAN], [*IMAGENET_STD])
-FAR = 3  # how many times the range of all other values a fill value lies away from them, at least
 Statistics = tuple[list[float], list[float]]  # mean and standard deviation of each channel
 PixelSettings = Mapping[str, Any]  # "pixels": the type, "mean", "std"; see `checkpoint.pixel_settings`
 
 
 class Measurement(NamedTuple):
-    """What was measured on images.
-
-    remarks: on values that look like marks of missing pixels, and on a mark that was not found.
-    """
+    """What was measured on images. remarks: on declared marks of invalid pixels that were not found."""
 
     statistics: Statistics
     num_images: int
     remarks: list[str]
-
-
-@dataclass
-class Lowest:
-    """The lowest value of a channel, the number of its pixels, and the lowest of all other values."""
-
-    value: float = math.inf
-    count: int = 0
-    next_value: float = math.inf
-
-    def add(self, values: np.ndarray) -> None:
-        """Adds the values of an image, float64 [n], n > 0."""
-        value = float(values.min())
-        count = int(np.count_nonzero(values == value))
-        next_value = float(values.min(where=values > value, initial=math.inf))
-        if value > self.value:
-            self.next_value = min(self.next_value, value)
-        elif value == self.value:
-            self.count += count
-            self.next_value = min(self.next_value, next_value)
-        else:
-            self.next_value = min(self.value, next_value)
-            self.value = value
-            self.count = count
-
-    def is_fill_value(self, highest: float, num_pixels: int) -> bool:
-        """Whether the lowest value looks like the mark of missing pixels, such as -9999.
-
-        It occurs more than once, but in less than half of the pixels: it is no single dark pixel, and no background.
-        Its distance from all other values is more than FAR times their range. Saturated pixels, and zeros around an
-        object, lie next to other values. highest: value of the channel.
-        """
-        distance = self.next_value - self.value
-        others = highest - self.next_value
-        return 1 < self.count < num_pixels / 2 and 0 < FAR * others < distance
-
-
-def warn_of_fill_values(channel: int, lowest: Lowest, highest: Lowest, num_pixels: int) -> list[str]:
-    """Returns warnings if the lowest or the highest value of a channel looks like the mark of missing pixels.
-
-    highest: that of the negated values.
-    """
-
-    def warn(value: float, count: int, low: float, high: float) -> str:
-        return (
-            f"warning: {count} of {num_pixels} measured pixels of channel {channel} (counted from 0) are {value:.10g}, "
-            f"all others lie between {low:.6g} and {high:.6g}. If the value marks missing pixels, mean and deviation "
-            "are wrong: declare it by --nodata, or replace it in the files, and start a new run"
-        )
-
-    warnings: list[str] = []
-    if lowest.is_fill_value(-highest.value, num_pixels):
-        warnings.append(warn(lowest.value, lowest.count, lowest.next_value, -highest.value))
-    if highest.is_fill_value(-lowest.value, num_pixels):
-        warnings.append(warn(-highest.value, highest.count, lowest.value, -highest.next_value))
-    return warnings
 
 
 @dataclass
@@ -118,11 +55,8 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
     """
     num_channels = images.pixel_format.channels
     sums = [ChannelSums() for _ in range(num_channels)]
-    lowest = [Lowest() for _ in range(num_channels)]
-    highest = [Lowest() for _ in range(num_channels)]  # of the negated values
     num_read = 0
     has_invalid = False
-    empty_channels: set[frozenset[int]] = set()  # the channels without a valid pixel, of any image
     indices = evenly_spaced(len(images), num_images).tolist()
     for i in indices:
         try:
@@ -133,7 +67,6 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
         num_read += 1
         pixels = img.reshape(-1, num_channels)
         means = pixels.mean(axis=0, dtype=np.float64)
-        empty_of_image = set()
         for c in range(num_channels):
             values = pixels[:, c].astype(np.float64)
             mean_of_image = means[c]
@@ -141,16 +74,11 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
                 has_invalid = True
                 values = values[~np.isnan(values)]
                 if not len(values):
-                    empty_of_image.add(c)
                     continue
                 mean_of_image = values.mean()
             sums[c].add(values, mean_of_image)
-            lowest[c].add(values)
-            highest[c].add(-values)
-        empty_channels.add(frozenset(empty_of_image))
     if not num_read:
-        number = count_of(len(indices), "image")
-        raise ValueError(f"no pixel statistics: none of {number} of {images.root} can be read")
+        raise ValueError(f"no pixel statistics: none of {len(indices)} images of {images.root} can be read")
     empty = [str(c) for c in range(num_channels) if not sums[c].count]
     if empty:
         problem = f"channel {shorten(empty, 10)} (counted from 0) has no valid pixel in {num_read} images"
@@ -161,50 +89,19 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
         constant = shorten([str(c) for c in np.flatnonzero(std == 0)], 10)
         problem = f"channel {constant} (counted from 0) is constant in {num_read} images of {images.root}"
         raise ValueError(f"{problem}: remove it, or give --mean and --std")
-    remarks = note_on_marks(images.invalid, num_channels, num_read, has_invalid, empty_channels)
-    if images.pixel_format.dtype != "uint8":  # in 256 values every one may be a brightness
-        for c in range(num_channels):
-            remarks += warn_of_fill_values(c, lowest[c], highest[c], sums[c].count)
+    remarks: list[str] = []
+    if images.invalid.is_declared and not has_invalid:
+        remarks.append(f"note: {images.invalid} marks no pixel of the {num_read} measured images")
     full_range = images.pixel_format.full_range
     statistics = ((mean / full_range).tolist(), (std / full_range).tolist())
     return Measurement(statistics, num_read, remarks)
 
 
-def note_on_marks(
-    invalid: InvalidPixels,
-    num_channels: int,
-    num_read: int,
-    has_invalid: bool,
-    empty_channels: set[frozenset[int]],
-) -> list[str]:
-    """Returns notes on what is declared invalid and occurs in no measured image.
-
-    empty_channels: the channels without a valid pixel, of any image.
-    """
-    measured = f"none of the {num_read} measured images"
-    notes: list[str] = []
-    if invalid.nodata is not None and not has_invalid:
-        notes.append(f"note: --nodata {invalid.nodata:.10g} occurs in {measured}")
-    if invalid.mask_band is not None and not has_invalid:
-        notes.append(f"note: --mask_band {invalid.mask_band} is 0 in {measured}")
-    for channels in invalid.bands:
-        absent = set(range(num_channels)).difference(channels)
-        if not any(absent <= empty for empty in empty_channels):
-            listed = " ".join(map(str, channels))
-            number = count_of(len(channels), "band")
-            notes.append(f"note: --bands {listed} is for files of {number}: {measured} is one")
-    return notes
-
-
-def measure_on_rank0(images: Images, used: Sequence[str] = NAMES) -> tuple[Statistics, list[str]]:
-    """Returns the statistics of the data, which rank 0 measures, and remarks on those used. All ranks must call it."""
+def measure_on_rank0(images: Images) -> tuple[Statistics, list[str]]:
+    """Returns the statistics of the data, which rank 0 measures, and remarks on them. All ranks must call it."""
     measured = run_on_rank0(lambda: measure_statistics(images))
-    texts: list[str] = []
-    for name, values in zip(NAMES, measured.statistics, strict=True):
-        if name in used:
-            numbers = " ".join(f"{value:.6g}" for value in values)
-            texts.append(f"{name} {numbers}")
-    remark = f"pixel {', '.join(texts)}: measured on {measured.num_images} images, {images.pixel_format}"
+    mean, std = [" ".join(f"{value:.6g}" for value in values) for values in measured.statistics]
+    remark = f"pixel mean {mean}, deviation {std}: measured on {measured.num_images} images, {images.pixel_format}"
     return measured.statistics, [remark, *measured.remarks]
 
 
@@ -231,54 +128,28 @@ def choose_statistics(
         if in_chans != pixels.channels:
             advice = f"give --in_chans {in_chans}"
         raise ValueError(f"the images of the run had {before} and now have {pixels}; {advice}")
-    given_mean, given_std = given
-    used = [name for name, value in zip(NAMES, given, strict=True) if not value]  # by default
-    defaults: Statistics = ([], [])
+    mean, std = given
     remarks: list[str] = []
-    if used:
-        defaults, remarks = default_statistics(images, settings, encoder, used)
-    mean = list(given_mean or defaults[0])
-    std = list(given_std or defaults[1])
+    if not mean or not std:
+        defaults, remarks = default_statistics(images, settings, encoder)
+        mean = mean or defaults[0]
+        std = std or defaults[1]
     check_statistics(mean, std, pixels)
-    if resumed is None and encoder:
-        remarks = [*remarks, *note_on_given(given, encoder, pixels)]
-    return (mean, std), remarks
+    return (list(mean), list(std)), remarks
 
 
-def note_on_given(given: Sequence[Sequence[float] | None], encoder: PixelSettings, pixels: PixelFormat) -> list[str]:
-    """Returns a note for --mean and for --std if the encoder's images were normalised by other values.
-
-    given: see `choose_statistics`. A hundredth of the deviation is no difference.
-    """
-    known = known_statistics(encoder, pixels)
-    if known is None or len(known[0]) != pixels.channels or encoder["pixels"] not in (None, pixels.dtype):
-        return []
-    notes: list[str] = []
-    for flag, values, values_of_encoder in zip(("--mean", "--std"), given, known, strict=True):
-        if not values:
-            continue
-        differences = np.abs(np.subtract(values, values_of_encoder))
-        if (differences > 0.01 * np.array(known[1])).any():
-            expected = " ".join(f"{value:.6g}" for value in values_of_encoder)
-            notes.append(f"note: {flag} is not the encoder's, which is {expected}")
-    return notes
-
-
-def default_statistics(
-    images: Images, settings: PixelSettings, encoder: PixelSettings, used: Sequence[str]
-) -> tuple[Statistics, list[str]]:
-    """Returns the statistics where flags give none, and remarks on those used. See `choose_statistics`."""
+def default_statistics(images: Images, settings: PixelSettings, encoder: PixelSettings) -> tuple[Statistics, list[str]]:
+    """Returns the statistics where flags give none, and remarks on them. See `choose_statistics`."""
     if settings.get("mean"):
         return (settings["mean"], settings["std"]), []
     if encoder and fits_encoder(encoder, images.pixel_format):
         statistics = (encoder["mean"], encoder["std"])
         if statistics == IMAGENET:
             return statistics, []
-        verb = "are those" if len(used) == 2 else "is that"
-        return statistics, [f"note: pixel {' and '.join(used)} {verb} of the encoder"]
+        return statistics, ["note: pixel mean and deviation are those of the encoder"]
     if images.pixel_format.is_rgb8:
         return IMAGENET, []
-    return measure_on_rank0(images, used)
+    return measure_on_rank0(images)
 
 
 def fits_encoder(stored: PixelSettings, pixels: PixelFormat) -> bool:
