@@ -11,9 +11,8 @@ holds the names of the files and of the classes. Files are copied byte by byte, 
 training on the folder bit for bit. `--quality 90` encodes the images again, as JPEGs of the original size: about half
 of the bytes and faster to decode, but with other pixels.
 
-If it is stopped, the same command continues with the missing shards. If the index or a shard is damaged, the same
-command repairs it. Other data in IMAGENET_TARS is not overwritten. `--verify` compares each shard with its SHA-256 and,
-if IMAGENET is given as well, the images' names, labels and classes.
+If it is stopped, the same command continues with the missing shards. It also writes shards again that are missing or
+were cut. Other data in IMAGENET_TARS is not overwritten. `--verify` compares each shard with its SHA-256.
 """
 
 import argparse
@@ -21,13 +20,10 @@ import hashlib
 import io
 import json
 import os
-import shlex
-import signal
 import sys
 import tarfile
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,9 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from util.atomic import replaced_file
 from util.cores import available_cores
-from util.data.decode import PILLOW_ERRORS
-from util.data.folders import PACKING, MissingSplit, SplitFiles, find_files
-from util.data.images import EncodedImages, FolderImages, ImageError, unreadable
+from util.data.folders import MissingSplit, SplitFiles, find_files
+from util.data.images import FolderImages, ImageError
 from util.data.invalid_pixels import InvalidPixels
 from util.data.pixel_format import RGB8
 from util.data.tars import (
@@ -54,7 +49,6 @@ from util.data.tars import (
     TarScan,
     add_checksums,
     make_rows,
-    packed_by,
     read_manifest,
     scan_tar,
     write_index,
@@ -74,18 +68,12 @@ _worker: dict[str, FolderImages] = {}  # a worker's images: sent once to each wo
 def plan_shards(images: FolderImages, args: argparse.Namespace) -> dict[str, Manifest]:
     """Returns {name: manifest} of all shards of a split."""
     sizes = file_sizes(images)
-    bounds = shard_bounds(sizes, args.shard_mb * 1_000_000)
-    command = packing_command(args)
     shards: dict[str, Manifest] = {}
-    for number, (first, end) in enumerate(bounds):
+    for number, (first, end) in enumerate(shard_bounds(sizes, args.shard_mb * 1_000_000)):
         files = sizes[first:end].tobytes() + images.labels[first:end].tobytes()
         shards[f"shard-{number:06d}.tar"] = {
-            "command": command,  # for messages; the paths may change
             "quality": args.quality,
-            "shard_mb": args.shard_mb,
             "classes": images.classes,
-            "num_shards": len(bounds),
-            "shard": number,
             "first": first,  # index of the first image
             "names": [os.fsdecode(name) for name in images.names[first:end].tolist()],
             "files": hashlib.sha256(files).hexdigest(),
@@ -93,34 +81,10 @@ def plan_shards(images: FolderImages, args: argparse.Namespace) -> dict[str, Man
     return shards
 
 
-def packing_command(args: argparse.Namespace) -> str:
-    words = ["python", "scripts/pack_dataset.py"]
-    words += [str(Path(folder).resolve()) for folder in args.folders]
-    words += ["--shard_mb", str(args.shard_mb)]
-    if args.quality is not None:
-        words += ["--quality", str(args.quality)]
-    if args.in_chans != 3:
-        words += ["--in_chans", str(args.in_chans)]
-    if args.nodata is not None:
-        words.append(f"--nodata={args.nodata}")
-    if args.mask_band is not None:
-        words += ["--mask_band", str(args.mask_band)]
-    for channels in args.bands or ():
-        words += ["--bands", *map(str, channels)]
-    return shlex.join(words)
-
-
-def file_sizes(images: FolderImages, chunk: int = 1000) -> np.ndarray:
+def file_sizes(images: FolderImages) -> np.ndarray:
     """Returns the bytes of each file, int64 [n]. Uses threads: a network disk answers many requests at once."""
-
-    def sizes_from(first: int) -> list[int]:
-        indices = range(first, min(first + chunk, len(images)))
-        return [os.stat(images.path(i)).st_size for i in indices]
-
-    sizes: list[int] = []
     with ThreadPoolExecutor(32) as pool:
-        for part in pool.map(sizes_from, range(0, len(images), chunk)):
-            sizes += part
+        sizes = list(pool.map(lambda i: os.stat(images.path(i)).st_size, range(len(images))))
     return np.array(sizes, np.int64)
 
 
@@ -142,23 +106,14 @@ def start_worker(images: FolderImages) -> None:
 def pack_shard(path: Path, manifest: Manifest) -> tuple[dict[str, Any], TarScan]:
     """Writes a shard, unless it is there and whole. Returns its entry in the index, and where its images lie."""
     scan = None
-    if is_shard(path, manifest):
-        with suppress(ValueError):  # damaged
-            scan = scan_tar(path)
+    with suppress(ValueError):  # missing or damaged
+        scan = scan_tar(path)
     if scan is None:
         write_shard(_worker["images"], path, manifest)
         scan = scan_tar(path)
     add_checksums(scan, path)
     scan.names = manifest["names"]
     return {"name": path.name, "size": path.stat().st_size, "sha256": sha256(path)}, scan
-
-
-def is_shard(path: Path, manifest: Manifest | None) -> bool:
-    """Whether the file at `path` was written with this manifest, by whatever paths of the source and destination."""
-    stored = read_manifest(path)
-    if stored is None or manifest is None:
-        return False
-    return {**stored, "command": ""} == {**manifest, "command": ""}
 
 
 def write_shard(images: FolderImages, path: Path, manifest: Manifest) -> None:
@@ -186,12 +141,8 @@ def add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 def encoded(images: FolderImages, i: int, quality: int | None) -> bytes:
     """Returns the bytes of a file after a check of its header. With a quality: of a new JPEG of the same size."""
     if quality is None:
-        data = images.read(i)
-        try:
-            images.header_of(io.BytesIO(data))
-        except PILLOW_ERRORS as error:
-            raise ImageError(unreadable(images.path(i), error)) from error
-        return data
+        images.read_header(i)
+        return images.read(i)
     picture = Image.fromarray(images.load(i)[0])
     buffer = io.BytesIO()
     try:
@@ -205,31 +156,24 @@ def encoded(images: FolderImages, i: int, quality: int | None) -> bytes:
 
 
 def pack_split(images: FolderImages, folder: Path, args: argparse.Namespace) -> None:
-    """Packs `images` into `folder`. Whole shards of the same files and settings are kept.
-
-    Shards are written to a hidden folder. They are moved when all are whole and the index has been written.
-    """
-    staging = folder / PACKING
+    """Packs `images` into `folder`. Whole shards of the same files and settings are kept. The index comes last."""
     index = folder / INDEX
     shards = plan_shards(images, args)
-    refuse_other_data(folder, shards)
-    if index.exists():
-        try:
-            done = TarImages(index, LocalTars(folder))
-            print(f"{folder}: {count_of(len(done), 'image')} in {count_of(len(done.tars), 'shard')}, packed already")
-            return
-        except ValueError:
-            print(f"{folder}: the index or a shard is damaged; packing again")
-    staging.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("shard-*.tar"):
-        os.replace(path, staging / path.name)
+    for leftover in folder.glob(".shard-*.tmp-*"):  # of a killed process
+        leftover.unlink()
+    for path in folder.glob("*.tar"):
+        if path.name not in shards or read_manifest(path) != shards[path.name]:
+            problem = f"{path.name}, which holds other files or settings, or is damaged"
+            raise ValueError(f"{str(folder)!r} has {problem}: remove it, or choose another DESTINATION")
+    with suppress(ValueError):  # missing, or shards are
+        images_there = TarImages(index, LocalTars(folder))
+        print(f"{folder}: {count_of(len(images_there), 'image')}, packed already")
+        return
     index.unlink(missing_ok=True)
-    for path in staging.iterdir():  # of a killed process, or of other files
-        if not is_shard(path, shards.get(path.name)):
-            path.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
     tars: list[dict[str, Any]] = []
     scans: list[TarScan] = []
-    paths = [staging / name for name in shards]
+    paths = [folder / name for name in shards]
     pool = ProcessPoolExecutor(args.workers, initializer=start_worker, initargs=(images,))
     try:
         results = pool.map(pack_shard, paths, shards.values())
@@ -238,82 +182,41 @@ def pack_split(images: FolderImages, folder: Path, args: argparse.Namespace) -> 
             scans.append(scan)
     finally:
         pool.shutdown(cancel_futures=True)  # finishes the shards in progress, because workers ignore signals
-    packed = {"command": packing_command(args), "quality": args.quality}
-    content = {"classes": images.classes, "notes": [], "packed": packed, "tars": tars}
+    content = {"classes": images.classes, "notes": [], "quality": args.quality, "tars": tars}
     write_index(index, make_rows(scans), content)
-    for path in paths:
-        os.replace(path, folder / path.name)
-    staging.rmdir()
     gigabytes = sum(tar["size"] for tar in tars) / 1e9
     packed_images = f"{count_of(len(images), 'image')}, {count_of(len(images.classes), 'class')}"
     print(f"{folder}: {packed_images}, {gigabytes:.2f} GB in {count_of(len(tars), 'shard')}")
 
 
-def refuse_other_data(folder: Path, shards: dict[str, Manifest]) -> None:
-    """ValueError if `folder` holds tars that are not these shards.
-
-    A damaged shard is accepted if there is an index, because it will be written again.
-    """
-    for path in sorted(folder.glob("*.tar")):
-        if is_shard(path, shards.get(path.name)):
-            continue
-        manifest = read_manifest(path)
-        if manifest is not None:
-            problem = f"shards of other files or settings. {packed_by(manifest)}"
-        elif path.name in shards and (folder / INDEX).exists():
-            continue
-        else:
-            problem = f"{path.name}, which is not a shard of pack_dataset.py"
-        raise ValueError(f"{str(folder)!r} holds {problem}. Choose another DESTINATION, or remove this one")
-
-
-def verify_split(images: FolderImages | None, folder: Path, num_workers: int) -> None:
-    """ValueError if a shard is damaged, or if the names, labels or classes differ from those of the source."""
-    ours = TarImages(folder / INDEX, LocalTars(folder))
-    if images is not None:
-        same_names = EncodedImages.fingerprint(ours) == images.fingerprint()
-        if not same_names or ours.classes != images.classes:
-            raise ValueError(f"{folder}: the names, labels or classes of the images are not those of the source")
-    damaged: list[str] = []
-    with ProcessPoolExecutor(num_workers) as pool:
-        paths = [folder / name for name in ours.tars]
-        digests = tqdm(pool.map(sha256, paths), total=len(paths), unit="shard", desc=f"verify {folder}")
-        for path, tar, digest in zip(paths, ours.content["tars"], digests, strict=True):
-            if tar["sha256"] != digest:
-                damaged.append(str(path))
-    if damaged:
-        advice = "remove them and pack again"
-        raise ValueError(f"damaged: {shlex.join(damaged)}: {advice}. {packed_by(ours.packed)}")
-    print(f"{folder}: {count_of(len(ours), 'image')} of {count_of(len(ours.classes), 'class')} are what was packed")
+def verify_split(folder: Path, num_threads: int) -> None:
+    """ValueError if a shard is damaged."""
+    images = TarImages(folder / INDEX, LocalTars(folder))
+    tars = images.content["tars"]
+    with ThreadPoolExecutor(num_threads) as pool:
+        digests = pool.map(lambda tar: sha256(folder / tar["name"]), tars)
+        for tar, digest in zip(tars, tqdm(digests, total=len(tars), unit="shard", desc=str(folder)), strict=True):
+            if digest != tar["sha256"]:
+                raise ValueError(f"{str(folder / tar['name'])!r} is damaged: remove it and pack again")
+    print(f"{folder}: {count_of(len(images), 'image')} of {count_of(len(images.classes), 'class')} are what was packed")
 
 
 def find_sources(source: str) -> dict[str, SplitFiles]:
     """Returns {folder in DESTINATION: what is packed there}: train and val, or "." for all of SOURCE."""
-    with source_errors():
-        found: dict[str, SplitFiles] = {}
-        for split in ("train", "val"):
-            with suppress(MissingSplit):
-                found[split] = find_files(source, split, labelled=True)
-        return found or {".": find_files(source)}
+    found: dict[str, SplitFiles] = {}
+    for split in ("train", "val"):
+        with suppress(MissingSplit):
+            found[split] = find_files(source, split, labelled=True)
+    return found or {".": find_files(source)}
 
 
-def find_packed(destination: str) -> list[str]:
-    """Returns the packed splits in DESTINATION; "." for DESTINATION itself."""
-    packed = [split for split in ("train", "val") if (Path(destination) / split / INDEX).exists()]
-    return packed or ["."]
-
-
-def open_source(files: SplitFiles, folder: Path, args: argparse.Namespace) -> FolderImages:
-    """Returns the images to pack into `folder`; ValueError if there are none, or if they cannot be packed there."""
+def open_source(files: SplitFiles, args: argparse.Namespace) -> FolderImages:
+    """Returns the images to pack. ValueError if there are none, or if they cannot be packed with these flags."""
     if files.tars:
-        raise ValueError(f"SOURCE {str(files.root)!r} holds tars, which need no packing: train on it as it is")
-    with source_errors():
-        invalid = InvalidPixels.from_settings(vars(args))
-        invalid.check(args.in_chans)
-        images = FolderImages(files.root, notes=files.notes, in_chans=args.in_chans, invalid=invalid)
-    if folder.resolve().is_relative_to(files.root.resolve()):
-        problem = f"shards in {str(folder)!r} would lie among the images of {str(files.root)!r}"
-        raise ValueError(f"{problem}: choose another DESTINATION")
+        raise ValueError(f"SOURCE {str(files.root)!r} holds tars: train on it as it is")
+    invalid = InvalidPixels.from_settings(vars(args))
+    invalid.check(args.in_chans)
+    images = FolderImages(files.root, notes=files.notes, in_chans=args.in_chans, invalid=invalid)
     images.check()
     if args.quality is not None and images.pixel_format != RGB8:
         problem = f"{str(files.root)!r} has {images.pixel_format}"
@@ -323,32 +226,15 @@ def open_source(files: SplitFiles, folder: Path, args: argparse.Namespace) -> Fo
     return images
 
 
-@contextmanager
-def source_errors() -> Iterator[None]:
-    """Names SOURCE, not --data_path, in errors about folders."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(str(error).replace("--data_path", "SOURCE")) from error
-
-
 def run(args: argparse.Namespace) -> None:
     destination = Path(args.folders[-1])
-    if len(args.folders) == 1:
-        for split in find_packed(args.folders[0]):
-            verify_split(None, destination / split, args.workers)
+    if args.verify:
+        packed = [split for split in ("train", "val") if (destination / split / INDEX).exists()]
+        for split in packed or ["."]:
+            verify_split(destination / split, args.workers)
         return
-    sources = find_sources(args.folders[0])
-    with suppress(ValueError):
-        test = find_files(args.folders[0], "test", labelled=True)
-        if test.root not in [files.root for files in sources.values()]:
-            print(f"note: {test.root} is not packed: --eval_split test needs {args.folders[0]}")
-    for split, files in sources.items():
-        images = open_source(files, destination / split, args)
-        if args.verify:
-            verify_split(images, destination / split, args.workers)
-        else:
-            pack_split(images, destination / split, args)
+    for split, files in find_sources(args.folders[0]).items():
+        pack_split(open_source(files, args), destination / split, args)
 
 
 def get_args_parser() -> Parser:
@@ -362,30 +248,20 @@ def get_args_parser() -> Parser:
     parser.add_argument("--in_chans", type=int, default=3, at_least=1, help="channels of the images")
     add_invalid_flags(parser.add_argument_group("invalid pixels, as in training"))
     parser.add_argument("--workers", type=int, default=available_cores(), at_least=1, help="processes")
-    parser.add_argument(
-        "--verify",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="compare DESTINATION with its hashes and, if given, with SOURCE",
-    )
+    parser.add_argument("--verify", action="store_true", help="compare the shards in DESTINATION with their hashes")
     return parser
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = get_args_parser()
     args = parser.parse_args(argv)
-    num_folders = len(args.folders)
-    if num_folders > 2 or (num_folders < 2 and not args.verify):
-        parser.error(f"give SOURCE and DESTINATION, or with --verify DESTINATION alone, got {', '.join(args.folders)}")
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that workers end, too
-    try:
-        with user_errors(parser):
+    if len(args.folders) != (1 if args.verify else 2):
+        parser.error(f"give SOURCE and DESTINATION, or --verify DESTINATION alone, got {', '.join(args.folders)}")
+    with user_errors(parser):
+        try:
             run(args)
-    except KeyboardInterrupt:
-        print("pack_dataset.py: stopped; the same command continues", file=sys.stderr)
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        except ValueError as error:  # folders are those of --data_path elsewhere
+            raise ValueError(str(error).replace("--data_path", "SOURCE")) from error
 
 
 if __name__ == "__main__":

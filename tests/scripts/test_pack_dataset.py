@@ -1,10 +1,8 @@
 """Packed data is the folder's data, bit for bit; packing can be stopped, repaired and verified."""
 
 import io
-import json
 import os
 import re
-import shlex
 import shutil
 import tarfile
 from collections import defaultdict
@@ -18,11 +16,10 @@ from scripts import pack_dataset
 from tests import runs
 from tests.conftest import write_photo
 from tests.runs import assert_same_state, pretrain
-from util import atomic
 from util.data import tars
 from util.data.images import FolderImages, ImageError
 from util.data.open import open_images
-from util.data.tars import INDEX, MANIFEST
+from util.data.tars import INDEX
 
 
 def pack(*arguments):
@@ -84,13 +81,9 @@ def test_packed_images_are_the_folder_s_in_its_order(photos, packed):
     assert len(ours.tars) > 2
     assert ours.notes == []
     assert_same_images(ours, FolderImages(photos / "train"))
-    assert {*contents(packed)} == {INDEX, *(f"shard-{k:06d}.tar" for k in range(len(ours.tars)))}
-
-
-def test_packing_again_does_nothing(photos, packed, capsys):
     before = contents(packed)
+    assert {*before} == {INDEX, *(f"shard-{k:06d}.tar" for k in range(len(ours.tars)))}
     pack(photos, packed.parent)
-    assert "packed already" in capsys.readouterr().out
     assert contents(packed) == before
 
 
@@ -153,20 +146,8 @@ def test_images_without_classes(photos, tmp_path):
     for sample in samples_of(tmp_path / "packed" / "shard-000000.tar").values():
         assert [*sample] == ["jpg"]
     assert_same_images(open_images("folder", tmp_path / "packed"), FolderImages(cats))
-    with pytest.raises(ValueError, match="has no train/"):
+    with pytest.raises(ValueError, match="train/"):
         open_images("folder", tmp_path / "packed", labelled=True)
-
-
-def test_the_first_member_of_a_shard_tells_what_is_in_it(photos, packed):
-    with tarfile.open(packed / "shard-000001.tar") as tar:
-        names = tar.getnames()
-        manifest = json.load(tar.extractfile(MANIFEST))
-    first = manifest["first"]
-    folder = FolderImages(photos / "train")
-    assert names[:3] == [MANIFEST, f"cat/{first:09d}.jpg", f"cat/{first:09d}.cls"]
-    assert manifest["names"] == [os.fsdecode(name) for name in folder.names[first : first + len(names) // 2].tolist()]
-    assert manifest["classes"] == ["cat", "dog"]
-    assert manifest["shard"] == 1
 
 
 def test_re_encoding_keeps_sizes(photos, tmp_path, capsys):
@@ -178,9 +159,7 @@ def test_re_encoding_keeps_sizes(photos, tmp_path, capsys):
         other = ours.load(i)[0].astype(float)
         assert img.shape == other.shape
         assert 0 < np.abs(img - other).mean() < 6
-    error = refused(capsys, photos, tmp_path / "packed")
-    assert "holds shards of other files or settings. It was packed by: python scripts/pack_dataset.py" in error
-    assert "--quality 90" in error
+    assert "shard-000000.tar" in refused(capsys, photos, tmp_path / "packed")
 
 
 def test_training_on_packed_data_is_training_on_the_folder(photos, packed, tmp_path):
@@ -190,14 +169,13 @@ def test_training_on_packed_data_is_training_on_the_folder(photos, packed, tmp_p
     assert_same_state(pretrain(packed.parent, tmp_path / "run", "--num_workers", 1), expected)
 
 
-def test_splits_by_other_names_are_packed(photos, tmp_path, capsys):
+def test_splits_by_other_names_are_packed(photos, tmp_path):
     root = tmp_path / "photos"
-    for name in ("Training", "validation", "testing"):
+    for name in ("Training", "validation"):
         shutil.copytree(photos / "train", root / name)
     shutil.copytree(photos / "train" / "cat", root / "Training" / ".ipynb_checkpoints")
     pack(root, tmp_path / "packed")
     assert sorted(path.name for path in (tmp_path / "packed").iterdir()) == ["train", "val"]
-    assert f"note: {root / 'testing'} is not packed" in capsys.readouterr().out
     for split in ("train", "val"):
         assert_same_images(
             open_images("folder", tmp_path / "packed", split, labelled=True), FolderImages(photos / "train")
@@ -205,32 +183,22 @@ def test_splits_by_other_names_are_packed(photos, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("source", "destination", "message"),
+    ("words", "named"),
     [
-        ("nowhere", "out", "error: SOURCE '.*nowhere' is not a folder"),
-        ("tars", "out", "SOURCE '.*tars' holds tars, which need no packing"),
-        ("flat", "flat/packed", "would lie among the images of '.*flat': choose another DESTINATION"),
+        (["nowhere", "out"], "SOURCE"),
+        (["tars", "out"], "SOURCE"),
+        (["--verify", "nowhere"], INDEX),
+        (["--verify", "tars", "out"], "--verify"),
+        (["tars"], "DESTINATION"),
     ],
 )
-def test_sources_that_cannot_be_packed(photos, packed, tmp_path, capsys, source, destination, message):
+def test_errors_of_the_user(photos, tmp_path, capsys, monkeypatch, words, named):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "tars").mkdir()
     with tarfile.open(tmp_path / "tars" / "train.tar", "w") as tar:
         tar.add(photos / "train", "train")
-    shutil.copytree(photos / "train" / "cat", tmp_path / "flat")
-    assert re.search(message, refused(capsys, tmp_path / source, tmp_path / destination))
+    assert named in refused(capsys, *words)
     assert not (tmp_path / "out").exists()
-    assert not (tmp_path / "flat" / "packed").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--verify"], "is not a valid index of tars"),
-        (["third"], "give SOURCE and DESTINATION"),
-    ],
-)
-def test_errors(photos, tmp_path, capsys, flags, message):
-    assert message in refused(capsys, photos, tmp_path / "packed", *flags)
 
 
 def test_shards_are_cut_by_size_and_hold_whole_images():
@@ -266,8 +234,7 @@ def test_packing_continues_where_it_was_stopped(photos, tmp_path, small_shards, 
     with pytest.raises(SystemExit):
         pack(photos, tmp_path / "packed")
     first, second = written
-    assert not [*(tmp_path / "packed" / "train").glob("*.tar")]
-    with pytest.raises(ValueError, match="unfinished"):
+    with pytest.raises(ValueError, match=INDEX):
         open_images("folder", tmp_path / "packed")
     second.with_name(".shard-000009.tmp-1.tar").touch()  # of a killed process
     damage(second, "short")
@@ -277,41 +244,6 @@ def test_packing_continues_where_it_was_stopped(photos, tmp_path, small_shards, 
     assert second in written[2:]
     assert_same_images(open_images("folder", tmp_path / "packed"), FolderImages(photos / "train"))
     assert not [*(tmp_path / "packed").rglob(".*")]
-
-
-@pytest.mark.parametrize(
-    ("killed_at", "message"),
-    [
-        ("first move", "unfinished"),
-        ("index", "unfinished"),
-        ("last move", "It was packed by: python scripts/pack_data"),
-    ],
-)
-def test_packing_that_is_killed_at_its_end_reads_as_unfinished_or_damaged(
-    photos, tmp_path, small_shards, inline, monkeypatch, killed_at, message
-):
-    """All shards are whole then, but some are not in their place, or the index is missing."""
-
-    class Killed(BaseException):
-        pass
-
-    def replace(source, target):
-        is_move = Path(source).parent.name == ".packing" and Path(target).parent.name == "train"
-        is_last = len([*Path(source).parent.glob("*.tar")]) == 1
-        if killed_at == "index" and Path(target).name == INDEX:
-            raise Killed
-        if is_move and (killed_at == "first move" or (killed_at == "last move" and is_last)):
-            raise Killed
-        os.replace(source, target)
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        for module in (pack_dataset, atomic):
-            patch.replace_in(module, "os.replace", replace)
-        pack(photos, tmp_path / "packed")
-    with pytest.raises(ValueError, match=message):
-        open_images("folder", tmp_path / "packed")
-    pack(photos, tmp_path / "packed")
-    assert len(open_images("folder", tmp_path / "packed")) == 24
 
 
 def damage(path, how):
@@ -326,86 +258,49 @@ def damage(path, how):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    ("name", "how", "message"),
-    [
-        ("shard-000001.tar", "short", r"shard-000001\.tar' has \d+ bytes; \d+ bytes were indexed"),
-        ("shard-000001.tar", "gone", r"shard-000001\.tar' is missing; \d+ bytes were indexed"),
-        (INDEX, "short", f"{INDEX}' is not a valid index of tars"),
-        (INDEX, "gone", f"is a shard of pack_dataset.py, but {INDEX} is not beside it: copy it, too, or pack again"),
-    ],
-)
-def test_damage_is_named_and_the_same_command_repairs_it(photos, packed, name, how, message):
+@pytest.mark.parametrize("how", ["short", "gone"])
+@pytest.mark.parametrize("name", ["shard-000001.tar", INDEX])
+def test_damage_is_named_and_the_same_command_repairs_it(photos, packed, name, how):
     whole = contents(packed)
     damage(packed / name, how)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=name):
         open_images("folder", packed.parent)
-    if "packed by" in str(error.value):
-        command = re.search("It was packed by: (.*)", str(error.value))[1]
-        assert shlex.split(command)[2:4] == [str(photos), str(packed.parent)]
     pack(photos, packed.parent)
     assert contents(packed) == whole
 
 
-def test_finished_data_of_another_source_is_not_packed_over(photos, packed, tmp_path, capsys):
-    (packed / INDEX).unlink()
+def test_other_data_are_not_packed_over(photos, packed, tmp_path, capsys):
     before = contents(packed)
     shutil.copytree(photos, tmp_path / "other")
     (tmp_path / "other" / "train" / "cat" / "3.jpg").unlink()
-    assert "holds shards of other files or settings" in refused(capsys, tmp_path / "other", packed.parent)
+    assert "shard-00000" in refused(capsys, tmp_path / "other", packed.parent)
     assert contents(packed) == before
     shutil.copytree(photos, tmp_path / "moved")  # the same files elsewhere
+    (packed / INDEX).unlink()
     pack(tmp_path / "moved", packed.parent)
-    assert len(open_images("folder", packed.parent)) == 24
-
-
-def test_tars_of_others_are_not_packed_over(photos, tmp_path, capsys):
-    path = tmp_path / "out" / "train" / "shard-000000.tar"
-    path.parent.mkdir(parents=True)
-    with tarfile.open(path, "w") as tar:
+    assert contents(packed) == before
+    webdataset = tmp_path / "out" / "train" / "shard-000000.tar"
+    webdataset.parent.mkdir(parents=True)
+    with tarfile.open(webdataset, "w") as tar:
         tar.add(photos / "train" / "cat", "cat")
-    before = path.read_bytes()
-    assert "shard-000000.tar, which is not a shard of pack_dataset.py" in refused(capsys, photos, tmp_path / "out")
-    assert path.read_bytes() == before
+    before = webdataset.read_bytes()
+    assert "shard-000000.tar" in refused(capsys, photos, tmp_path / "out")
+    assert webdataset.read_bytes() == before
 
 
-def test_a_broken_file_stops_the_packing_and_what_is_packed_stays(
-    photos, tmp_path, small_shards, inline, monkeypatch, capsys
-):
+def test_a_broken_file_stops_the_packing(photos, tmp_path, inline, monkeypatch, capsys):
     """Broken after the folder was opened, which looks at headers, too."""
     shutil.copytree(photos, tmp_path / "photos")
     broken = Path(FolderImages(tmp_path / "photos" / "train").path(20))
     broken.write_bytes(b"hello")
     monkeypatch.setattr(FolderImages, "check", lambda self: None)
-    assert f"{str(broken)!r} is not a readable image" in refused(capsys, tmp_path / "photos", tmp_path / "packed")
-    times = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "packed").rglob("*.tar")}
-    broken.unlink()
-    pack(tmp_path / "photos", tmp_path / "packed")
-    assert len(open_images("folder", tmp_path / "packed")) == 23
-    kept = [name for name, time in times.items() if (tmp_path / "packed/train" / name).stat().st_mtime_ns == time]
-    assert times
-    assert len(kept) >= len(times) - 1
+    assert str(broken) in refused(capsys, tmp_path / "photos", tmp_path / "packed")
 
 
 def test_verify_finds_one_flipped_bit(photos, packed, capsys):
     pack("--verify", packed.parent)
-    pack(photos, packed.parent, "--verify")
-    assert capsys.readouterr().out.count("24 images of 2 classes are what was packed") == 2
-    shard = packed / "shard-000002.tar"
-    damage(shard, "flip")
-    message = refused(capsys, packed.parent, "--verify")
-    assert f"damaged: {shlex.quote(str(shard))}: remove them and pack again. It was packed by:" in message
-    shard.unlink()
-    pack(photos, packed.parent)
-    pack(packed.parent, "--verify")
-
-
-def test_verify_finds_another_source(photos, packed, tmp_path, capsys):
-    shutil.copytree(photos, tmp_path / "other")
-    image = tmp_path / "other" / "train" / "cat" / "0.jpg"
-    image.rename(image.with_name("renamed.jpg"))
-    error = refused(capsys, tmp_path / "other", packed.parent, "--verify")
-    assert "the names, labels or classes of the images are not those of the source" in error
+    damage(packed / "shard-000002.tar", "flip")
+    assert "shard-000002.tar" in refused(capsys, packed.parent, "--verify")
 
 
 # ------------------------------------------------------------------------------------------------- reading the shards
@@ -413,10 +308,10 @@ def test_verify_finds_another_source(photos, packed, tmp_path, capsys):
 
 def test_packed_shards_are_read_as_a_whole(packed):
     shard = packed / "shard-000000.tar"
-    with pytest.raises(ValueError, match="is read as a whole by its .*: give the folder"):
+    with pytest.raises(ValueError, match=INDEX):
         open_images("folder", shard)
     shutil.copy(shard, packed / "other.tar")
-    with pytest.raises(ValueError, match=r"move away tars that are not in it \(other\.tar\)"):
+    with pytest.raises(ValueError, match="other.tar"):
         open_images("folder", packed.parent)
 
 

@@ -23,7 +23,6 @@ IMG_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tif
 # Endings of images that are not read, which a start names. Of other files, such as .txt, it says nothing.
 UNREAD = (".gif", ".jfif", ".jp2", ".avif", ".heic", ".exr", ".npz", ".dcm", ".nii", ".svs", ".ndpi", ".czi", ".gtif")
 SYSTEM_FOLDERS = ("__MACOSX", "@eaDir")  # made by macOS and by Synology
-PACKING = ".packing"  # unfinished shards of pack_dataset.py
 DEFAULT_PATH = "data"  # of --data_path
 LAYOUT = (
     "expected are images in class folders (ROOT/train/<class>/*.jpg or ROOT/<class>/*.jpg), images directly in ROOT, "
@@ -232,8 +231,6 @@ def find_samples(data_path: str | Path, labelled: bool = False) -> Samples:
     with_images = [name for name, images in images_of.items() if images]
     empty = [name for name, images in images_of.items() if not images]
     other_files = ", ".join(f"{number} {ending or 'without ending'}" for ending, number in unread.most_common(5))
-    if not with_images and not listing.images and (root / PACKING).exists():
-        raise ValueError(f"{place} holds unfinished shards: run the same pack_dataset.py command again")
     if not with_images and not listing.images:
         raise ValueError(f"{place} holds no image (other files: {other_files or 'none'}); {LAYOUT}")
     if with_images and listing.images:

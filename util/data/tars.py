@@ -15,7 +15,6 @@ import resource
 import tarfile
 import threading
 import zlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,13 +26,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from util.atomic import replaced_file
-from util.data.folders import count_endings, is_hidden, is_image, note_unread, split_of
+from util.data.folders import is_hidden, is_image, split_of
 from util.data.images import FILE_ERRORS, EncodedImages, ImageError, retry_io
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels
 from util.text import count_of, shorten
 
 INDEX = "prmim-index.safetensors"  # beside the shards of pack_dataset.py
-INDEX_VERSION = 6  # an index that was made by other rules is made again
+INDEX_VERSION = 7  # an index that was made by other rules is made again
 COLUMNS = ("tar", "label", "offset", "size", "name")
 CHECKSUM = "crc32"  # a further column, which older indexes and those of scans do not have
 MANIFEST = "__prmim__"  # first member of a packed shard, a JSON object; WebDataset skips names of this form
@@ -47,15 +46,11 @@ Rows = dict[str, np.ndarray]  # tar int32, label, offset and size int64, name by
 # -------------------------------------------------------------------------------------------------------------- scan
 
 
-class MemberError(ValueError):
-    """A member of a tar cannot be used, but the tar is not damaged."""
-
-
 @dataclass
 class TarScan:
     """The images in a tar, in its order. labels: empty if there is no `.cls` member. splits: that folders are named.
 
-    unread: members that are not read, by their endings. checksums: CRC-32 of the images; empty until `add_checksums`.
+    checksums: CRC-32 of the images; empty until `add_checksums`.
     """
 
     names: list[str] = field(default_factory=list)
@@ -65,7 +60,6 @@ class TarScan:
     labels: list[int] = field(default_factory=list)
     splits: set[str] = field(default_factory=set)
     num_ignored: int = 0
-    unread: Counter[str] = field(default_factory=Counter)
 
 
 def refuse_storage_error(error: Exception) -> None:
@@ -79,11 +73,9 @@ def scan_tar(path: Path) -> TarScan:
     try:
         with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             return scan_members(tar, file, path.stat().st_size)
-    except MemberError as error:
-        raise ValueError(f"in {str(path)!r}: {error}") from error
     except (tarfile.TarError, OSError, ValueError) as error:
         refuse_storage_error(error)
-        raise ValueError(f"{str(path)!r} cannot be read as a tar: {error}; copy, download or pack it again") from error
+        raise ValueError(f"{str(path)!r} cannot be read as a tar: {error}") from error
 
 
 def add_checksums(scan: TarScan, path: Path) -> None:
@@ -115,8 +107,6 @@ def scan_members(tar: tarfile.TarFile, file: BinaryIO, num_bytes: int) -> TarSca
             scan.offsets.append(member.offset_data)
             scan.sizes.append(member.size)
             folders.add(name.parent)
-        else:
-            scan.unread.update(count_endings([name.name]))
     # A tar that was cut between two members, or appended to another, looks complete to tarfile.
     tail = os.pread(file.fileno(), 1 << 16, tar.offset)
     if len(tail) < tarfile.BLOCKSIZE or tail.strip(tarfile.NUL):
@@ -142,21 +132,20 @@ def class_number(file: BinaryIO, member: tarfile.TarInfo) -> int:
     """Returns the class number in a `.cls` member."""
     text = os.pread(file.fileno(), min(member.size, 20), member.offset_data).strip()
     if not text.isdigit() or member.size > 20 or int(text) >= MAX_CLASSES:
-        problem = f"{member.name!r} holds {text.decode(errors='replace')!r}, which is not the number of a class"
-        raise MemberError(f"{problem}: write 0, 1, ... into .cls")
+        raise ValueError(f"{member.name!r} holds {text.decode(errors='replace')!r}, which is not the number of a class")
     return int(text)
 
 
 def image_labels(names: Sequence[str], numbers: Mapping[str, int]) -> list[int]:
-    """Returns the labels of images. MemberError unless each has a `.cls` member of its own."""
+    """Returns the labels of images. ValueError unless each has a `.cls` member of its own."""
     name_of: dict[str, str] = {}
     labels: list[int] = []
     for name in names:
         key = sample_key(name)
         if key not in numbers:
-            raise MemberError(f"{name!r} has no .cls beside it, but other images have")
+            raise ValueError(f"{name!r} has no .cls beside it, but other images have")
         if key in name_of:
-            raise MemberError(f"{name_of[key]!r} and {name!r} are in one sample: pack one image for each .cls")
+            raise ValueError(f"{name_of[key]!r} and {name!r} are in one sample: pack one image for each .cls")
         name_of[key] = name
         labels.append(numbers[key])
     return labels
@@ -191,13 +180,12 @@ def make_rows(scans: Sequence[TarScan]) -> Rows:
 def scan_tars(tars: Sequence[Path]) -> tuple[Rows, dict[str, Any]]:
     """Returns (rows, content) for an index of tars. ValueError if they cannot be read, or not together.
 
-    content: "classes", "notes" and "packed" (the manifest's "command" and "quality"; None for tars of others).
+    content: "classes", "notes" and "quality", which only packed shards have.
     """
     for path in tars:
-        manifest = read_manifest(path)
-        if manifest is not None:
+        if read_manifest(path) is not None:
             missing = f"{str(path)!r} is a shard of pack_dataset.py, but {INDEX} is not beside it"
-            raise ValueError(f"{missing}: copy it, too, or pack again. {packed_by(manifest)}")
+            raise ValueError(f"{missing}: copy it, too, or run the same pack_dataset.py command again")
     scans = [scan_tar(path) for path in tars]
     source = describe_tars(tars)
     splits: set[str] = set()
@@ -205,10 +193,10 @@ def scan_tars(tars: Sequence[Path]) -> tuple[Rows, dict[str, Any]]:
         splits |= scan.splits
     if len(splits) > 1:
         names = "/ and ".join(sorted(splits))
-        raise ValueError(f"inside {source} are {names}/: unpack them, and pack each by scripts/pack_dataset.py")
+        raise ValueError(f"inside {source} are {names}/: unpack them")
     filled = [scan for scan in scans if scan.names]
     if not filled:
-        raise ValueError(f"no image is in {source}; if it holds tars, unpack them, and pack by scripts/pack_dataset.py")
+        raise ValueError(f"no image is in {source}")
     num_classes = max(max(scan.labels, default=-1) for scan in filled) + 1
     classes = [str(number) for number in range(num_classes)]
     if classes:
@@ -220,11 +208,7 @@ def scan_tars(tars: Sequence[Path]) -> tuple[Rows, dict[str, Any]]:
     if num_ignored:
         kinds = "hidden files, links, devices, sparse files, or names that lead out of the tar"
         notes.append(f"ignored: {count_of(num_ignored, 'member')} of the tars: {kinds}")
-    unread: Counter[str] = Counter()
-    for scan in scans:
-        unread.update(scan.unread)
-    notes += note_unread(unread)
-    return make_rows(scans), {"classes": classes, "notes": notes, "packed": None}
+    return make_rows(scans), {"classes": classes, "notes": notes, "quality": None}
 
 
 def describe_tars(tars: Sequence[Path]) -> str:
@@ -243,10 +227,6 @@ def read_manifest(path: Path) -> Manifest | None:
             assert file is not None
             return json.load(file)
     return None
-
-
-def packed_by(manifest: Mapping[str, Any]) -> str:
-    return f"It was packed by: {manifest['command']}"
 
 
 # ------------------------------------------------------------------------------------------------------------- index
@@ -404,7 +384,6 @@ class TarImages(EncodedImages):
         self.rows, self.content = read_index(index)
         self.index = index
         self.storage = storage
-        self.packed = self.content["packed"]
         self.tars = [Path(tar["name"]).name for tar in self.content["tars"]]
         self.tar_sizes: list[int] = [tar["size"] for tar in self.content["tars"]]
         sizes = storage.sizes(self.tars)
@@ -414,10 +393,7 @@ class TarImages(EncodedImages):
             problem = "is missing"
             if tar in sizes:
                 problem = f"has {sizes[tar]} bytes"
-            message = f"{storage.path(tar)!r} {problem}; {tar_size} bytes were indexed"
-            if self.packed:
-                message += f". {packed_by(self.packed)}"
-            raise ValueError(message)
+            raise ValueError(f"{storage.path(tar)!r} {problem}; {tar_size} bytes were indexed: copy or pack it again")
         names = self.rows["name"]
         names = names.view(f"S{names.shape[1]}")[:, 0]
         notes = [*self.content["notes"], *notes]
@@ -426,8 +402,9 @@ class TarImages(EncodedImages):
         super().__init__(storage.root, names, self.rows["label"], classes, notes, in_chans, use_pillow, invalid)
 
     def fingerprint(self) -> str:
-        if self.packed and self.packed["quality"]:  # other pixels under the same names
-            return f"{super().fingerprint()}-q{self.packed['quality']}"
+        quality = self.content["quality"]
+        if quality:  # other pixels under the same names
+            return f"{super().fingerprint()}-q{quality}"
         return super().fingerprint()
 
     def path(self, i: int) -> str:
@@ -496,11 +473,9 @@ def open_tars(
     given = {tar.name for tar in tars}
     if indexed != given:
         others = shorten(sorted(indexed ^ given))
-        advice = f"give the folder, and move away tars that are not in it ({others})"
-        raise ValueError(f"{str(root)!r} is read as a whole by its {INDEX}: {advice}")
+        raise ValueError(f"{str(root)!r} is read as a whole by its {INDEX}: give the folder without {others}")
     if labelled and not images.classes:
-        advice = "put a .cls with the number of its class beside each, or pack class folders by scripts/pack_dataset.py"
-        raise ValueError(f"images of {describe_tars(tars)} have no labels: {advice}")
+        raise ValueError(f"images of {describe_tars(tars)} have no labels: put a .cls beside each")
     return images
 
 

