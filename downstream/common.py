@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import models_vit
+from encoders.trained import Trained
 from util import collectives
 from util.data.images import EncodedImages
 from util.data.invalid_pixels import InvalidPixels
 from util.data.open import refuse_other_data
+from util.data.statistics import normalizer
 from util.data.transforms import Size
+from util.evaluate.results import Evaluation
+from util.evaluate.session import Session
 from util.lazy import LazyModule
 from util.run.cli import FlagGroup, Parser, describe_warmup
 from util.run.files.record import INVALID_SETTINGS, without_marks
@@ -24,7 +28,7 @@ from util.run.start.flags import (
     add_run_flags,
     add_update_flags,
 )
-from util.run.start.plan import Plan, RunSchedule
+from util.run.start.plan import Plan, RunSchedule, check_same
 from util.text import count_of
 
 survey = LazyModule("util.data.survey")  # of --check_data
@@ -156,19 +160,12 @@ def check_shared_flags(args: argparse.Namespace, task: str) -> None:
         raise ValueError(f"--compile is not for {task}: leave it out")
 
 
-def check_range(args: argparse.Namespace, name: str) -> None:
-    """ValueError unless the flag holds two positive factors, the smaller one first."""
-    low, high = getattr(args, name)
-    if not 0 < low <= high:
-        raise ValueError(f"--{name} must be two factors 0 < low <= high, got {[low, high]}")
-
-
 # ---------------------------------------------------------------------------------------------------------- schedule
 
 
 @dataclass(frozen=True)
 class LinearDecay:
-    """mmsegmentation's schedule: the rate falls linearly from `lr` to `min_lr`, times a linear warm-up from 1e-6 to 1.
+    """mmsegmentation's schedule: the rate falls linearly from `lr` to 0, times a linear warm-up from 1e-6 to 1.
 
     `schedule(step, lr_scale)` returns the learning rate of an optimizer step, counted from 0. lr_scale: the factor of a
     parameter group under layer-wise learning-rate decay.
@@ -177,10 +174,9 @@ class LinearDecay:
     num_iters: int
     warmup_iters: int
     lr: float
-    min_lr: float = 0.0
 
     def __call__(self, step: int, lr_scale: float = 1.0) -> float:
-        rate = self.min_lr + (lr_scale * self.lr - self.min_lr) * (1 - step / self.num_iters)
+        rate = lr_scale * self.lr * (1 - step / self.num_iters)
         if step < self.warmup_iters:
             rate *= 1 - (1 - step / self.warmup_iters) * (1 - 1e-6)
         return rate
@@ -240,17 +236,49 @@ def marks_of_invalid(settings: Mapping[str, Any]) -> InvalidPixels:
     return invalid
 
 
-def settings_of_images(settings: Mapping[str, Any], args: argparse.Namespace, given: set[str]) -> dict[str, Any]:
-    """Returns the settings with which a trained model's images are read in an evaluation.
+def args_of_model(
+    trained: Trained,
+    args: argparse.Namespace,
+    given: set[str],
+    model_flags: Sequence[str],
+    data_flags: Sequence[str] = (),
+) -> argparse.Namespace:
+    """Returns the flags of an evaluation, with the settings of the trained model in place of those that are not given.
 
-    settings: of the model. given: names of explicit flags; --mean, --std and the marks of invalid pixels win.
+    given: names of explicit flags. ValueError if one of `model_flags` contradicts the model; those of `data_flags`,
+    --mean, --std and the marks of invalid pixels win over it.
     """
-    chosen = dict(settings)
+    check_same(args, trained.settings, given.intersection(model_flags), f"the model at {str(trained.weights.path)!r}")
+    settings = dict(trained.settings)
     if args.all_valid:
-        chosen = without_marks(chosen)
-    for name in given.intersection(("mean", "std", *INVALID_SETTINGS)):
-        chosen[name] = getattr(args, name)
-    return chosen
+        settings = without_marks(settings)
+    merged = argparse.Namespace(**vars(args))
+    for name in (*model_flags, *data_flags, "mean", "std", *INVALID_SETTINGS):
+        if name not in given:
+            setattr(merged, name, settings.get(name))
+    return merged
+
+
+def evaluate_trained(
+    trained: Trained,
+    args: argparse.Namespace,
+    session: Session,
+    images: EncodedImages,
+    evaluate: Callable[..., Evaluation],
+    describe: Callable[[Mapping[str, Any]], str],
+    picture: str,
+) -> dict[str, Any]:
+    """Evaluates a trained model in a session, which writes the result. Returns the scores.
+
+    args: of `args_of_model`. evaluate: `evaluate(model, num_pictures=, context=)`.
+    """
+    info = trained.weights.info
+    pixels = {**info.pixel_settings, "mean": args.mean, "std": args.std}
+    context = session.make_context(args, normalizer(pixels, images.pixel_format), batch_size=1)
+    model = trained.model.to(context.device)
+    result = evaluate(model, num_pictures=session.num_pictures(args), context=context)
+    session.finish(result, describe(result.scores), args.resume, info.step, picture)
+    return {**result.scores, **result.details}
 
 
 def open_everywhere(args: argparse.Namespace, split: str, open_split: Callable[[], Images]) -> Images:

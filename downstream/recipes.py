@@ -16,7 +16,6 @@ UPERNET_DEFAULTS: Recipe = dict(
     warmup_iters=1500,
     total_batch_size=16,
     lr=1e-4,
-    min_lr=0.0,
     weight_decay=0.05,
     layer_decay=0.75,
     drop_path=0.1,

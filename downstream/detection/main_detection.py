@@ -30,16 +30,15 @@ from downstream.recipes import DETECTION_RECIPES, MASK_RCNN_DEFAULTS
 from encoders.load import load_encoder
 from encoders.trained import load
 from util.data.datasets import AddressedDataset
-from util.data.images import check_splits
-from util.data.statistics import normalizer
+from util.data.images import check_classes, check_splits
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
 from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
-from util.run.start.plan import Plan, check_same
+from util.run.start.plan import Plan
 from util.run.start.run import Run, RunFacts
 from util.run.train.loader import TrainLoader
 from util.run.train.training import Training
-from util.text import count_of, shorten
+from util.text import count_of
 from util.urls import local_path
 
 PROGRAM = "main_detection.py"
@@ -144,7 +143,6 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
 def check_flags(args: argparse.Namespace, plan: Plan) -> None:
     """ValueError if a flag of detection, or a pair of them, is out of range, or if a library is missing."""
     common.check_shared_flags(args, "detection")
-    common.check_range(args, "scale_range")
     if not all(0 < share <= 1 for share in args.lr_drops):
         raise ValueError(f"--lr_drops must be shares in (0, 1], got {args.lr_drops}")
     if args.max_bad_fraction:
@@ -155,21 +153,16 @@ def check_flags(args: argparse.Namespace, plan: Plan) -> None:
 # ------------------------------------------------------------------------------------------------------------- data
 
 
-def open_split(args: argparse.Namespace, split: str, settings: Mapping[str, Any] | None = None) -> CocoImages:
-    """Opens a split on all ranks. ValueError on all ranks if a file cannot be used.
-
-    settings: of a trained model, with its `in_chans` and what marks invalid pixels (default: the flags').
-    """
-    if settings is None:
-        settings = vars(args)
+def open_split(args: argparse.Namespace, split: str) -> CocoImages:
+    """Opens a split on all ranks. ValueError on all ranks if a file cannot be used."""
     root = Path(args.data_path)
     open_images = partial(
         CocoImages,
         root / getattr(args, f"{split}_json"),
         root / getattr(args, f"{split}_images"),
         training=split == "train",
-        in_chans=settings["in_chans"],
-        invalid=common.marks_of_invalid(settings),
+        in_chans=args.in_chans,
+        invalid=common.marks_of_invalid(vars(args)),
     )
     return common.open_everywhere(args, split, open_images)
 
@@ -178,13 +171,7 @@ def check_categories(categories: Sequence[Sequence[Any]], images: CocoImages, ow
     """ValueError if the categories of `images` are not `categories`, which are those of `owner`."""
     wanted = [f"{number} {name}" for number, name in categories]
     present = [f"{number} {name}" for number, name in images.categories]
-    if wanted != present:
-        missing = [category for category in wanted if category not in present]
-        unexpected = [category for category in present if category not in wanted]
-        raise ValueError(
-            f"{str(images.json_path)!r} has {len(present)} categories that are not the {len(wanted)} of {owner}: "
-            f"missing {shorten(missing) or 'none'}; not expected {shorten(unexpected) or 'none'}"
-        )
+    check_classes(wanted, present, owner, repr(str(images.json_path)))
 
 
 def choose_masks(masks: bool | None, images: CocoImages) -> bool:
@@ -277,29 +264,19 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         return training.train(train_iterations, loader.open, [evaluator], lambda: evaluator.summary(name))
 
 
-# ------------------------------------------------------------------------------------------------------- evaluation
-
-
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, Any]:
-    """Evaluates the model at --resume on the validation images and returns the scores.
-
-    given: names of the flags that were set explicitly.
-    """
+    """Evaluates the model at --resume on the validation images. given: names of explicit flags."""
     coco_masks()
     trained = load(args.resume, "detection")
-    checkpoint_name = f"the model at {str(trained.weights.path)!r}"
     settings = trained.settings
-    check_same(args, settings, given.intersection(MODEL_FLAGS), checkpoint_name)
+    args = common.args_of_model(trained, args, given, MODEL_FLAGS)
     if args.masks and not settings["masks"]:
-        raise ValueError(f"--masks, but {checkpoint_name} has no mask head: leave it out")
-    pixels = common.settings_of_images(settings, args, given)
-    images = open_split(args, "val", pixels)
-    check_categories(settings["categories"], images, checkpoint_name)
+        raise ValueError(f"--masks, but the model at {args.resume!r} has no mask head: leave it out")
+    images = open_split(args, "val")
+    check_categories(settings["categories"], images, f"the model at {args.resume!r}")
     masks = settings["masks"] and choose_masks(args.masks, images)
-    context = session.make_context(args, normalizer(pixels, images.pixel_format), batch_size=1)
-    result = evaluate(trained.model.to(context.device), images, masks, session.num_pictures(args), context)
-    session.finish(result, describe_scores(result.scores), args.resume, trained.weights.info.step, PICTURE)
-    return result.scores
+    evaluate_val = partial(evaluate, images=images, masks=masks)
+    return common.evaluate_trained(trained, args, session, images, evaluate_val, describe_scores, PICTURE)
 
 
 if __name__ == "__main__":

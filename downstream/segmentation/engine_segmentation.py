@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from util.evaluate.results import Evaluation
 from util.pictures import table
 from util.run.train.loop import TrainLoop
 
-Batch = Sequence[Tensor]  # (imgs uint8 [B, C, H, W], labels uint8 [B, H, W])
 LOSS_WEIGHTS = {"decode": 1.0, "aux": 0.4}
 MAX_WINDOWS = 8  # of an image in one batch
 
@@ -35,7 +34,7 @@ class ClassList(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SlideView:
+class SlidingWindows:
     """How an image is shown to the model: scaled to `image_scale` (long, short), window by window."""
 
     image_scale: Sequence[int]
@@ -72,14 +71,15 @@ def segmentation_losses(logits: Mapping[str, Tensor], labels: Tensor, mean_over_
 
 def train_iterations(
     model: nn.Module,
-    batches: Iterator[Batch],
+    batches: Iterator[Sequence[Tensor]],
     steps: range,
     loop: TrainLoop,
     mean_over_valid: bool = False,
 ) -> None:
     """Makes the optimizer steps `steps`. A signal ends them earlier.
 
-    model: `model(imgs) -> {name: logits}`. batches: iterator over micro-batches that stands at `steps.start`.
+    model: `model(imgs) -> {name: logits}`. batches: micro-batches (imgs [B, C, H, W] as stored, labels uint8 [B, H, W])
+    from `steps.start` on.
     """
     model.train()
     for step in steps:
@@ -205,7 +205,7 @@ def evaluate(
     model: nn.Module,
     images: SegmentationImages,
     classes: ClassList,
-    view: SlideView,
+    windows: SlidingWindows,
     num_pictures: int,
     context: EvalContext,
 ) -> Evaluation:
@@ -220,12 +220,12 @@ def evaluate(
     num_bad = torch.zeros((), dtype=torch.int64, device=device)
     predictions: list[Prediction] = []
 
-    def predict(windows: Tensor) -> Tensor:
+    def predict(parts: Tensor) -> Tensor:
         with context.autocast():
-            return model(windows)["decode"]
+            return model(parts)["decode"]
 
-    dataset = AddressedDataset(images, ResizeForEvaluation(view.image_scale))
-    largest = (view.image_scale[0], view.image_scale[1])
+    dataset = AddressedDataset(images, ResizeForEvaluation(windows.image_scale))
+    largest = (windows.image_scale[0], windows.image_scale[1])
     was_training = model.training
     model.eval()
     indices = range(len(images))
@@ -234,7 +234,7 @@ def evaluate(
         truth = labels[0].to(device, non_blocking=True)
         imgs = context.normalize(stored.to(device, non_blocking=True))
         img = imgs[0]
-        logits = slide_logits(predict, img, model.img_size, view.stride)
+        logits = slide_logits(predict, img, model.img_size, windows.stride)
         num_bad += ~logits.isfinite().all()
         predicted = resize_logits(logits, tuple(truth.shape)).argmax(dim=0)
         counts += count_pixels(predicted, truth, num_classes)
@@ -259,18 +259,8 @@ def evaluate(
     picture = None
     if predictions and rank == 0:
         picture = draw_predictions(predictions, classes.colors)
-    return Evaluation(scores, name_scores(measures, classes.names), picture)
-
-
-def name_scores(scores: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Returns {"iou": {class: value}, "acc": {class: value}}. Classes of one name are told apart by their number."""
-    named: dict[str, dict[str, Any]] = {"iou": {}, "acc": {}}
-    for k, name in enumerate(names):
-        if names.count(name) > 1:
-            name = f"{name} ({k})"
-        for measure, values in named.items():
-            values[name] = scores[measure][k]
-    return named
+    details = {name: dict(zip(classes.names, measures[name], strict=True)) for name in ("iou", "acc")}
+    return Evaluation(scores, details, picture)
 
 
 # --------------------------------------------------------------------------------------------------------- pictures

@@ -26,24 +26,22 @@ from downstream.recipes import LINEAR_DEFAULTS, SEGMENTATION_RECIPES, UPERNET_DE
 from downstream.segmentation.data import LabelValues, SegmentationAugment, SegmentationImages, stack_pairs
 from downstream.segmentation.engine_segmentation import (
     ClassList,
-    SlideView,
+    SlidingWindows,
     evaluate,
     read_classes,
     train_iterations,
 )
 from downstream.segmentation.models import HEADS, Segmenter, build_segmenter
 from encoders.load import load_encoder
-from encoders.trained import Trained, load
+from encoders.trained import load
 from util import collectives
 from util.data.datasets import AddressedDataset
 from util.data.images import check_splits
-from util.data.statistics import normalizer
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
 from util.lazy import LazyModule
 from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
-from util.run.files.record import INVALID_SETTINGS
-from util.run.start.plan import Plan, check_same
+from util.run.start.plan import Plan
 from util.run.start.run import Run, RunFacts
 from util.run.train.loader import TrainLoader
 from util.run.train.training import Training
@@ -57,7 +55,7 @@ PICTURE = "predictions.png"
 WIDEST_DECODER = 768  # by default: mmsegmentation's for a ViT-B
 # Flags that describe a trained model and its data. Evaluation takes them from the checkpoint.
 MODEL_FLAGS = ("head", "model", "input_size", "patch_size", "in_chans", "decoder_channels", "num_classes")
-DATA_FLAGS = ("ignore_index", "reduce_zero_label", "image_scale", "stride", "mean", "std")
+DATA_FLAGS = ("ignore_index", "reduce_zero_label", "image_scale", "stride")
 
 
 def add_label_flags(group: FlagGroup) -> None:
@@ -115,7 +113,6 @@ def get_args_parser() -> Parser:
     )
 
     optimisation = groups["optimisation"].add_argument
-    optimisation("--min_lr", type=float, at_least=0, help="learning rate at the end of the schedule")
     optimisation(
         "--mean_over_valid",
         action=boolean,
@@ -135,7 +132,11 @@ def get_args_parser() -> Parser:
     )
     augmentation("--ratio_range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="random factor on --image_scale")
     augmentation(
-        "--cat_max_ratio", type=float, help="largest share of one class in a crop, if 10 tries find one; 1: any"
+        "--cat_max_ratio",
+        type=float,
+        above=0,
+        at_most=1,
+        help="largest share of one class in a crop, if 10 tries find one; 1: any",
     )
     augmentation("--photometric", action=boolean, help="distort the colours")
     groups["evaluation"].add_argument(
@@ -169,9 +170,6 @@ def check_flags(args: argparse.Namespace, plan: Plan) -> None:
     """ValueError if a flag of segmentation, or a pair of them, is out of range, or a BatchNorm would see one value."""
     check_data_flags(args)
     common.check_shared_flags(args, "segmentation")
-    common.check_range(args, "ratio_range")
-    if not 0 < args.cat_max_ratio <= 1:
-        raise ValueError(f"--cat_max_ratio must lie in (0, 1], got {args.cat_max_ratio}")
     if args.head == "linear" and args.finetune is None and args.resume in ("auto", "none"):
         raise ValueError("--head linear needs --finetune: the encoder is frozen, so it must be pre-trained")
     if plan.batch_size * collectives.rank_and_world_size()[1] == 1 and args.head == "upernet":
@@ -272,62 +270,35 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         dataset = AddressedDataset(images, augmentation, replace=args.max_bad_fraction > 0)
         loader = TrainLoader(dataset, stack_pairs, model.img_size, run.plan, run.process, args.seed)
 
-        rate = LinearDecay(args.num_iters, args.warmup_iters, run.plan.lr, args.min_lr)
+        rate = LinearDecay(args.num_iters, args.warmup_iters, run.plan.lr)
         schedule = schedule_by_iterations(parser, args, run.plan, loader.steps_per_epoch, rate)
         settings = {"patch_size": model.patch_size}
         facts = RunFacts(statistics, settings, val_images, classes.names, classes.colors.tolist())
         training = Training.begin(run, model, optimizer, dataset, schedule, facts)
         training.announce(summary_rows(args, model, images, val_images))
 
-        view = SlideView(args.image_scale, args.stride)
-        evaluate_val = partial(evaluate, model, val_images, classes, view, args.num_pictures)
+        windows = SlidingWindows(args.image_scale, args.stride)
+        evaluate_val = partial(evaluate, model, val_images, classes, windows, args.num_pictures)
         evaluator = Evaluator(training, evaluate_val, describe_scores, picture_name=PICTURE)
         train_steps = partial(train_iterations, mean_over_valid=args.mean_over_valid)
         name = f"{args.head} on {args.model}"
         return training.train(train_steps, loader.open, [evaluator], lambda: evaluator.summary(name))
 
 
-# ------------------------------------------------------------------------------------------------------- evaluation
-
-
-def settings_of_model(trained: Trained, args: argparse.Namespace, given: set[str]) -> argparse.Namespace:
-    """Returns the flags with the settings of the trained model. Explicit flags of the data win over them.
-
-    given: names of the flags that were set explicitly. ValueError if they contradict the model.
-    """
-    settings = trained.settings
-    check_same(args, settings, given.intersection(MODEL_FLAGS), f"the model at {str(trained.weights.path)!r}")
-    settings = common.settings_of_images(settings, args, given)
-    args = argparse.Namespace(**vars(args))
-    for name in MODEL_FLAGS:
-        setattr(args, name, settings[name])
-    for name in DATA_FLAGS:
-        if name not in given:
-            setattr(args, name, settings[name])
-    for name in INVALID_SETTINGS:
-        setattr(args, name, settings.get(name))
-    check_data_flags(args)
-    return args
-
-
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, Any]:
-    """Evaluates the model at --resume on the validation split and returns the scores."""
+    """Evaluates the model at --resume on the validation split. given: names of explicit flags."""
     trained = load(args.resume, "segmentation")
-    args = settings_of_model(trained, args, given)
+    args = common.args_of_model(trained, args, given, MODEL_FLAGS, DATA_FLAGS)
+    check_data_flags(args)
     info = trained.weights.info
-    if info.classes and "class_names" not in given:
+    classes = read_classes(args.class_names, args.num_classes)
+    if info.classes and args.class_names is None:
         classes = ClassList(info.classes, np.array(info.class_colors, np.uint8))
-    else:
-        classes = read_classes(args.class_names, args.num_classes)
     images = open_split(args, "val")
     session.print(*images.notes)
-    pixels = {**info.pixel_settings, "mean": args.mean, "std": args.std}
-    context = session.make_context(args, normalizer(pixels, images.pixel_format), batch_size=1)
-    model = trained.model.to(context.device)
-    view = SlideView(args.image_scale, args.stride)
-    result = evaluate(model, images, classes, view, session.num_pictures(args), context)
-    session.finish(result, describe_scores(result.scores), args.resume, info.step, PICTURE)
-    return {**result.scores, **result.details}
+    windows = SlidingWindows(args.image_scale, args.stride)
+    evaluate_val = partial(evaluate, images=images, classes=classes, windows=windows)
+    return common.evaluate_trained(trained, args, session, images, evaluate_val, describe_scores, PICTURE)
 
 
 if __name__ == "__main__":

@@ -142,7 +142,6 @@ def test_the_rate_falls_linearly_after_a_warm_up(step, expected):
 
 def test_the_linear_rate_is_scaled_and_ends_at_its_least_value():
     assert LinearDecay(num_iters=10, warmup_iters=0, lr=1.0)(5, lr_scale=0.75) == 0.375
-    assert LinearDecay(num_iters=10, warmup_iters=0, lr=1.0, min_lr=0.5)(5) == 0.75
 
 
 @pytest.mark.parametrize(

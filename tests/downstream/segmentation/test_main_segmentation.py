@@ -113,7 +113,6 @@ def test_four_images_are_learned_by_heart(tmp_path):
         "--stride 17",
         "--input_size 18",
         "--input_size 4 --stride 4",
-        "--ratio_range 2 1",
         "--cat_max_ratio 0",
         "--image_scale 24 64",
         "--batch_size 1 --total_batch_size 1",
