@@ -86,6 +86,7 @@ class Framework(nn.Module):
     grid_size: tuple[int, int]  # (rows, columns) of the tokens that are masked
     counts: TokenCounts
     shared_visible: ClassVar[bool] = False  # whether all images of a batch have the same visible tokens
+    needs_attention: ClassVar[bool] = False  # whether it draws tokens by attention alone (AMT)
     many_cls_tokens: ClassVar[bool] = False  # whether decoder and targets are made for more than one class token
     flags: tuple[Flag, ...] = ()
     parts: ClassVar[tuple[str, ...]] = ("embed_visible",)  # that --compile compiles, see `util.run.train.wrap`
@@ -191,18 +192,13 @@ class Framework(nn.Module):
         """Returns the sampler of the token orders that this model takes. sampling: see `collator`."""
         return TokenOrderSampler(self.grid_size, self.counts, sampling, self.mask_unit)
 
-    def collator(
-        self,
-        sampling: str,
-        seed: int,
-        token_weights: Callable[[Sequence], np.ndarray] | None = None,
-    ) -> MaskCollator:
+    def collator(self, sampling: str, seed: int) -> MaskCollator:
         """Returns the `MaskCollator` whose batches this model takes.
 
         sampling: name in `prmim.SAMPLING` of the function that picks the retained tokens. seed: of the token orders.
-        token_weights: for sampling by attention, see `MaskCollator`. By default all tokens have the same weight.
         """
-        return MaskCollator(self.sampler(sampling), seed, self.shared_visible, token_weights, self.has_invalid)
+        kind = ValidTokenCollator if self.has_invalid else MaskCollator
+        return kind(self.sampler(sampling), seed, self.shared_visible)
 
     def reconstruct(self, imgs: Tensor, ids_shuffle: Tensor) -> tuple[Any, Tensor]:
         """Returns (the framework's predictions in raster order, mask of the predicted tokens, bool [B, N]).
@@ -241,6 +237,39 @@ class Framework(nn.Module):
 
         weights = self.official_names(weights_in(state_dict))
         load_strict(self, weights, f"{self.release} weights", optional="aggregation.")
+
+
+class ValidTokenCollator(MaskCollator):
+    """A `MaskCollator` for images with invalid pixels, which are NaN. The token order depends on which ones are.
+
+    Of the masked tokens, those are thrown first that count in no loss, because most of their pixels are invalid.
+    """
+
+    def draw(self, noise: np.ndarray, imgs: Tensor, *others: Sequence) -> np.ndarray:
+        shuffled = self.sampler.shuffle(noise, self.shared_tokens(noise))
+        masked = shuffled[:, self.sampler.counts.num_visible :]
+        is_counted = np.take_along_axis(self.find_counted(imgs), masked, axis=1)
+        counted_first = (~is_counted).argsort(axis=1, kind="stable")
+        masked = np.take_along_axis(masked, counted_first, axis=1)
+        num_retained = self.sampler.counts.num_retained
+        retained = masked[:, :num_retained].copy()  # of images with fewer tokens that count
+        num_counted = is_counted.sum(axis=1)
+        for number in np.unique(num_counted[num_counted > num_retained]):  # images with as many have one shape
+            images = np.flatnonzero(num_counted == number)
+            retained[images] = self.choose_retained(masked[images, :number], images)
+        return self.sampler.sort(shuffled, retained)
+
+    def find_counted(self, imgs: Tensor) -> np.ndarray:
+        """Returns which tokens of images [B, C, H, W] count in losses, bool [B, N]."""
+        if not imgs.is_floating_point():
+            return np.ones((len(imgs), self.sampler.counts.num_tokens), bool)
+        token_side = imgs.shape[2] // self.sampler.grid_size[0]
+        valid = patchify(~imgs.isnan(), token_side)
+        return counted_tokens(valid).numpy()
+
+    def choose_retained(self, masked: np.ndarray, images: np.ndarray) -> np.ndarray:
+        """Returns those of the masked tokens [b, n] of some images of the batch that are retained."""
+        return self.sampler.choose_retained(masked)
 
 
 def weights_in(content: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -36,7 +36,7 @@ from util.evaluate.results import Evaluation
 from util.evaluate.session import Session, session_of_eval
 from util.lars import LARS
 from util.lazy import LazyModule
-from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
+from util.run.cli import FlagGroup, Parser, run_program
 from util.run.files.record import INVALID_SETTINGS, without_marks
 from util.run.start.flags import (
     add_all_valid_flag,
@@ -227,17 +227,18 @@ def add_augmentation_flags(group: FlagGroup) -> None:
 def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
     """Returns (parser, flags). Linear probing has other defaults; a recipe and explicit flags win over both."""
     parser = get_args_parser()
-    args = parse_with_recipe(parser, FINETUNE_RECIPES, argv)
-    is_probe = args.trainable_blocks == 0
-    if args.recipe and (FINETUNE_RECIPES[args.recipe].get("trainable_blocks") == 0) != is_probe:
+    parser.read(argv, FINETUNE_RECIPES)
+    trainable_blocks = parser.value("trainable_blocks")
+    is_probe = trainable_blocks == 0
+    if parser.recipe and (parser.recipe.get("trainable_blocks") == 0) != is_probe:
         probes = ", ".join(name for name in FINETUNE_RECIPES if "linprobe" in name)
         parser.error(
-            f"recipe {args.recipe!r} does not go with --trainable_blocks {args.trainable_blocks}: linear probing (0) "
-            f"has recipes of its own, {probes}"
+            f"recipe {parser.given['recipe']!r} does not go with --trainable_blocks {trainable_blocks}: linear probing "
+            f"(0) has recipes of its own, {probes}"
         )
     if is_probe:
         parser.set_defaults(**LINPROBE_DEFAULTS)
-        args = parse_with_recipe(parser, FINETUNE_RECIPES, argv)
+    args = parser.resolve()
     args.aa = None if args.aa == "none" else args.aa
     args.global_pool = args.global_pool or ("token" if is_probe else "avg")
     args.optimizer = args.optimizer or ("lars" if is_probe else "adamw")
@@ -406,7 +407,7 @@ def make_evaluator(training: Training, model: nn.Module, images: Any) -> Evaluat
 def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
     """Trains to the end of the schedule, or evaluates. Returns False if a signal stopped the run before."""
     parser, args = parse_args(argv)
-    given = flags_given(parser, argv)
+    given = set(parser.given)
     if args.eval:
         with session_of_eval(parser, args, given, "this program, of MAE or of timm") as session:
             return evaluate_only(args, given, session)

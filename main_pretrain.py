@@ -16,10 +16,9 @@ import torch
 import monitor
 from encoders.load import load_encoder
 from engine_pretrain import train_one_epoch
-from framework import Framework, PixelFramework
-from frameworks.hooks import attention_phases
+from framework import Flag, Framework, PixelFramework
 from frameworks.hooks.pictures import Pictures
-from frameworks.registry import CLASS_OF, MODELS, build_model, check_own_flags, own_flags
+from frameworks.registry import MODELS, build_model, check_own_flags, class_of
 from prmim import AGGREGATION, SAMPLING, SpatialAggregation
 from recipes import RECIPES
 from util import collectives
@@ -29,7 +28,7 @@ from util.data.images import note_on_small_images
 from util.data.open import open_everywhere
 from util.data.statistics import Statistics
 from util.lazy import LazyModule
-from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
+from util.run.cli import FlagGroup, Parser, early_value, parse_with_recipe, run_program
 from util.run.start.flags import (
     add_data_flags,
     add_invalid_flags,
@@ -47,11 +46,12 @@ from util.text import count_of, shorten
 timm_optim = LazyModule("timm.optim")
 
 PROGRAM = "main_pretrain.py"
+MODEL = "mae_vit_base_patch16"
 BLR = 1.5e-4  # of MAE, for a total batch of 4096 and 800 epochs
 
 
-def get_args_parser() -> Parser:
-    """Returns the parser of all flags."""
+def get_args_parser(model: str = MODEL, by_attention: bool = False) -> Parser:
+    """Returns the parser of a run with this model, perhaps with sampling by attention: both have flags of their own."""
     parser = Parser(PROGRAM, description=__doc__)
     parser.add_argument(
         "--recipe",
@@ -63,7 +63,10 @@ def get_args_parser() -> Parser:
 
     add_image_flags(parser.add_argument_group("data"))
     add_method_flags(parser.add_argument_group("model and method"))
-    attention_phases.add_flags(parser.add_argument_group("only for --sampling attention"))
+    if by_attention:
+        from frameworks.hooks import attention_phases
+
+        attention_phases.add_flags(parser.add_argument_group("only for --sampling attention"))
 
     optimisation = parser.add_argument_group("optimisation")
     add_optimisation_flags(optimisation)
@@ -88,7 +91,8 @@ def get_args_parser() -> Parser:
         help="epochs between pictures in TensorBoard; 0: none",
     )
     monitor.add_flags(run)
-    add_framework_flags(parser)
+    if model in MODELS:
+        add_framework_flags(parser, model)
     parser.set_defaults(warmup_epochs=40, blr=BLR, min_lr=0.0, crop_scale=(0.2, 1.0), output_dir="output/pretrain")
     return parser
 
@@ -97,7 +101,9 @@ def add_method_flags(group: FlagGroup) -> None:
     """Adds the model, its first weights and what PR-MIM does with it."""
     method = group.add_argument
     boolean = argparse.BooleanOptionalAction
-    method("--model", everyday=True, default="mae_vit_base_patch16", choices=MODELS, help="framework and size")
+    method(
+        "--model", everyday=True, default=MODEL, choices=MODELS, help="framework and size, which may have more flags"
+    )
     method(
         "--input_size",
         everyday=True,
@@ -168,32 +174,30 @@ def add_image_flags(data: FlagGroup) -> None:
     )
 
 
-def add_framework_flags(parser: Parser) -> None:
-    """Adds the flags of some frameworks only, in a group for each set of frameworks that share flags.
-
-    ValueError if one of them has the name of a flag that the parser has.
-    """
-    groups: dict[str, FlagGroup] = {}
-    for flag, families in own_flags().items():
-        owners = f"{', '.join(families)} models"
+def add_framework_flags(parser: Parser, model: str) -> None:
+    """Adds the flags that a model's framework has of its own. ValueError if all models have a flag of this name."""
+    own: tuple[Flag, ...] = class_of(model).flags
+    group = parser.add_argument_group(f"only for some models, as {model}")
+    for flag in own:
         if flag.name in parser.rules:
-            raise ValueError(f"--{flag.name} of {owners} has the name of a flag of all models: give it another name")
-        title = f"only for {owners}"
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
+            raise ValueError(f"--{flag.name} of {model} has the name of a flag of all models: give it another name")
         kind: dict[str, Any] = {"type": flag.type, "choices": flag.choices}
         if flag.type is bool:
             kind = {"action": argparse.BooleanOptionalAction}
-        groups[title].add_argument(
-            f"--{flag.name}", changes=flag.changes, per_process=flag.names_file, help=flag.help, **kind
-        )
+        group.add_argument(f"--{flag.name}", changes=flag.changes, per_process=flag.names_file, help=flag.help, **kind)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
-    """Returns (parser, flags). A recipe sets defaults; explicit flags win."""
-    parser = get_args_parser()
+    """Returns (parser, flags). A recipe sets defaults; explicit flags win.
+
+    Model and sampling are read first, because they decide which flags there are.
+    """
+    recipe = RECIPES.get(early_value(argv, "recipe") or "", {})
+    model = early_value(argv, "model") or recipe.get("model", MODEL)
+    by_attention = "attention" in (early_value(argv, "sampling"), recipe.get("sampling"))
+    parser = get_args_parser(model, by_attention)
     args = parse_with_recipe(parser, RECIPES, argv)
-    if CLASS_OF[args.model].shared_visible:  # by all images of a micro-batch
+    if class_of(args.model).shared_visible:  # by all images of a micro-batch
         parser.set_changes(batch_size="results")
     return parser, args
 
@@ -203,7 +207,7 @@ def unused_flags(args: argparse.Namespace) -> dict[str, str]:
 
     They may have defaults, or values of a recipe, but a command must not give them.
     """
-    model = CLASS_OF[args.model]
+    model = class_of(args.model)
     aggregation = ["aggregation", "kernel_size", "applies_to"]
     aggregation += [flag.name for flag in model.flags if flag.of_aggregation]
     unused = {}
@@ -217,8 +221,6 @@ def unused_flags(args: argparse.Namespace) -> dict[str, str]:
         unused["kernel_size"] = f"--aggregation {args.aggregation} has no window"
     if not issubclass(model, PixelFramework):
         unused["norm_pix_loss"] = f"the targets of {args.model} are no pixels"
-    if args.sampling != "attention":
-        unused |= dict.fromkeys(attention_phases.FLAGS, f"--sampling {args.sampling} reads no attention")
     if args.crop == "padded":
         unused["crop_scale"] = "--crop padded does not scale"
     if args.lr is not None:
@@ -297,7 +299,12 @@ def check_flags(args: argparse.Namespace, plan: Plan, given: Set[str]) -> None:
         raise ValueError("--vflip does not go with --sampling attention, whose maps are mirrored left to right alone")
     with torch.device("meta"):
         model = build_model(vars(args), read_files=False)
-    attention_phases.check_sampling(args, model)
+    if args.sampling == "attention":
+        from frameworks.hooks import attention_phases
+
+        attention_phases.check_sampling(args, model)
+    elif model.needs_attention:
+        raise ValueError(f"{args.model} draws its tokens by attention: set --sampling attention")
     unused = unused_flags(args)
     unused_and_given = sorted(unused.keys() & given)
     if unused_and_given:
@@ -310,15 +317,15 @@ def check_flags(args: argparse.Namespace, plan: Plan, given: Set[str]) -> None:
 def check_capture(args: argparse.Namespace, plan: Plan, model: Framework) -> None:
     """ValueError if a step of this run cannot be captured as a CUDA graph."""
     _, world_size = collectives.rank_and_world_size()
-    obstacles = {
-        f"a GPU, and the device is {plan.device}": plan.device != "cuda",
-        f"a single process, and there are {world_size}": world_size > 1,
-        f"--precision bf16 or fp32, and it is {plan.precision}": plan.precision == "fp16",
-        "a model that does not change: leave out --sampling attention": args.sampling == "attention",
-        "a step without recomputation: leave out --recompute": args.recompute or args.recompute_pointwise,
-    }
-    for need, is_missing in obstacles.items():
-        if is_missing:
+    needs = [
+        (plan.device == "cuda", f"a GPU, and the device is {plan.device}"),
+        (world_size == 1, f"a single process, and there are {world_size}"),
+        (plan.precision != "fp16", f"--precision bf16 or fp32, and it is {plan.precision}"),
+        (args.sampling != "attention", "a model that does not change: leave out --sampling attention"),
+        (not args.recompute and not args.recompute_pointwise, "a step without recomputation: leave out --recompute"),
+    ]
+    for is_met, need in needs:
+        if not is_met:
             raise ValueError(f"--cuda_graph needs {need}")
     blank = [(torch.zeros(1), 0, (0, 0))]
     if len(model.collator(args.sampling, args.seed).examples(blank)) > 1:
@@ -327,7 +334,7 @@ def check_capture(args: argparse.Namespace, plan: Plan, model: Framework) -> Non
 
 def fitting_batch(args: argparse.Namespace) -> Callable[[int, str], int] | None:
     """Returns what says how many images fit a GPU. None where the size of a micro-batch changes the results."""
-    if CLASS_OF[args.model].shared_visible:
+    if class_of(args.model).shared_visible:
         return None
     return partial(fitting_images, vars(args), build_model)
 
@@ -335,7 +342,7 @@ def fitting_batch(args: argparse.Namespace) -> Callable[[int, str], int] | None:
 def main(argv: Sequence[str] | None = None) -> bool:
     """Pre-trains to the end of the schedule. Returns False if a signal stopped the run before."""
     parser, args = parse_args(argv)
-    check = partial(check_flags, given=flags_given(parser, argv))
+    check = partial(check_flags, given=set(parser.given))
     with Run.begin(
         PROGRAM, parser, args, argv, check=check, encoder_flag="pretrained", fitting_batch=fitting_batch(args)
     ) as run:
@@ -372,6 +379,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
         between.append(monitor.Monitor(training, model, images, val_images))
         open_batches: Callable[[range], Any] = loader.open
         if args.sampling == "attention":
+            from frameworks.hooks import attention_phases
+
             phases = attention_phases.AttentionPhases(training, model, loader)
             between.append(phases)
             open_batches = phases.open

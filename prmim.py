@@ -30,11 +30,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models_vit import Block, init_weights, layer_norm, patchify
+from models_vit import Block, init_weights, layer_norm
 from peer_sampling import attention_sampling, check_num_retained, random_sampling, running_cell_sampling
 from util.addressed import MASK, addressed_uniform
 from util.pos_embed import height_and_width, position_table, sincos_pos_embed, table_for_grid
-from util.tokens import counted_tokens, put_tokens, take_tokens
+from util.tokens import put_tokens, take_tokens
 
 
 @dataclass(frozen=True)
@@ -500,11 +500,6 @@ class TokenOrderSampler:
         cells = np.divmod(np.arange(rows * columns), columns)
         self.coords = np.stack(cells, axis=-1).astype(np.int16)  # (row, column) of each token, [N, 2]
 
-    @property
-    def reads_weights(self) -> bool:
-        """Whether the tokens' weights, which attention gives, decide anything."""
-        return self.sampling == "attention" and self.counts.num_thrown > 0
-
     def split_units(self, values: np.ndarray) -> np.ndarray:
         """Splits values of tokens [B, N] by units. Returns [B, rows / side, side, columns / side, side]."""
         rows, columns = self.grid_size
@@ -531,78 +526,37 @@ class TokenOrderSampler:
         np.put_along_axis(visible, visible_units, True, axis=1)
         return self.spread_units(visible)
 
-    def __call__(
-        self,
-        noise: np.ndarray,
-        visible: np.ndarray | None = None,
-        weights: np.ndarray | None = None,
-        counted: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """Returns ids_shuffle [B, N] for noise [B, N]. `visible`, bool [B or 1, N], overrides the noise's choice.
+    def __call__(self, noise: np.ndarray, visible: np.ndarray | None = None) -> np.ndarray:
+        """Returns ids_shuffle [B, N] for noise [B, N]. `visible`, bool [B or 1, N], overrides the noise's choice."""
+        shuffled = self.shuffle(noise, visible)
+        retained = self.choose_retained(shuffled[:, self.counts.num_visible :])
+        return self.sort(shuffled, retained)
 
-        weights: of the tokens, [B, N], for sampling by attention. By default all tokens have the same weight.
-        counted: bool [B, N], False for tokens that count in no loss, because most of their pixels are invalid. Of the
-        masked tokens these are thrown first. By default all tokens count.
-        """
-        counts = self.counts
+    def shuffle(self, noise: np.ndarray, visible: np.ndarray | None = None) -> np.ndarray:
+        """Returns the tokens of each image in random order, raster ids int64 [B, N]: the visible ones come first."""
         noise = np.asarray(noise)
-        if noise.ndim != 2 or noise.shape[1] != counts.num_tokens:
-            raise ValueError(f"noise must have shape [B, {counts.num_tokens}], got {list(noise.shape)}")
+        if noise.ndim != 2 or noise.shape[1] != self.counts.num_tokens:
+            raise ValueError(f"noise must have shape [B, {self.counts.num_tokens}], got {list(noise.shape)}")
         if visible is None and self.mask_unit > 1:
             visible = self.visible_tokens(noise)
-        keys = noise
         if visible is not None:  # visible tokens become negative and come first; masked ones keep their order
-            keys = noise - visible
-        shuffled = keys.argsort(axis=1)
-        masked = shuffled[:, counts.num_visible :]  # [B, num_masked]
-        retained = masked
-        if counts.num_thrown and counted is not None:
-            retained = self.choose_counted(masked, noise, weights, counted)
-        elif counts.num_thrown:
-            retained = self.choose_retained(masked, noise, weights)
-        state = np.full(noise.shape, THROWN, np.int8)
-        np.put_along_axis(state, shuffled[:, : counts.num_visible], VISIBLE, axis=1)
-        np.put_along_axis(state, retained, RETAINED, axis=1)
-        return sort_by_state(state)
+            noise = noise - visible
+        return noise.argsort(axis=1)
 
-    def choose_retained(
-        self,
-        masked: np.ndarray,
-        noise: np.ndarray,
-        weights: np.ndarray | None,
-    ) -> np.ndarray:
-        """Returns those of the masked tokens [B, num_masked], in shuffled order, that are retained."""
+    def choose_retained(self, masked: np.ndarray) -> np.ndarray:
+        """Returns those of the masked tokens [B, n], raster ids in shuffled order, that are retained."""
+        if self.counts.num_thrown == 0:
+            return masked
         choose = SAMPLING[self.sampling]
-        coords = self.coords[masked]  # [B, num_masked, 2]
-        if weights is None:
-            picks = choose(coords, self.counts.num_retained)
-        else:
-            weights = np.take_along_axis(weights, masked, axis=1)
-            noise = np.take_along_axis(noise, masked, axis=1)
-            picks = choose(coords, self.counts.num_retained, weights, noise)
+        picks = choose(self.coords[masked], self.counts.num_retained)
         return np.take_along_axis(masked, picks, axis=1)
 
-    def choose_counted(
-        self,
-        masked: np.ndarray,
-        noise: np.ndarray,
-        weights: np.ndarray | None,
-        counted: np.ndarray,
-    ) -> np.ndarray:
-        """Like `choose_retained`, of the masked tokens that are `counted` [B, N]; others where these are too few."""
-        is_counted = np.take_along_axis(counted, masked, axis=1)
-        counted_first = (~is_counted).argsort(axis=1, kind="stable")
-        masked = np.take_along_axis(masked, counted_first, axis=1)
-        num_retained = self.counts.num_retained
-        retained = masked[:, :num_retained].copy()
-        num_counted = is_counted.sum(axis=1)
-        for number in np.unique(num_counted[num_counted > num_retained]):  # images with as many have one shape
-            images = np.flatnonzero(num_counted == number)
-            weights_of_images = None
-            if weights is not None:
-                weights_of_images = weights[images]
-            retained[images] = self.choose_retained(masked[images, :number], noise[images], weights_of_images)
-        return retained
+    def sort(self, shuffled: np.ndarray, retained: np.ndarray) -> np.ndarray:
+        """Returns ids_shuffle [B, N] of shuffled tokens [B, N], of which these [B, num_retained] are retained."""
+        state = np.full(shuffled.shape, THROWN, np.int8)
+        np.put_along_axis(state, shuffled[:, : self.counts.num_visible], VISIBLE, axis=1)
+        np.put_along_axis(state, retained, RETAINED, axis=1)
+        return sort_by_state(state)
 
 
 def sort_by_state(state: np.ndarray) -> np.ndarray:
@@ -613,55 +567,35 @@ def sort_by_state(state: np.ndarray) -> np.ndarray:
 class MaskCollator:
     """Collates samples and draws their token orders, once per batch and in the DataLoader worker.
 
-    A sample is `(img [C, H, W], label, (epoch, index))`, with its crop's box if `token_weights` needs it. A batch is
+    A sample is `(img [C, H, W], label, (epoch, index))`. A batch is
     `(imgs [B, C, H, W] as stored: uint8, uint16 or float32, labels [B], ids_shuffle int64 [B, N])`.
 
-    sampler, seed: the token order of a sample depends on `(seed, epoch, index)` alone, unless pixels are invalid.
+    sampler, seed: the token order of a sample depends on `(seed, epoch, index)` alone.
     shared_visible: all images share the visible tokens of the first one (GreenMIM), but throw tokens of their own.
-    token_weights: turns the crops' boxes of a batch into the sampler's `weights`, for sampling by attention.
-    has_invalid: pixels of the images may be NaN, that is, invalid. The order then depends on which ones are.
     """
 
-    def __init__(
-        self,
-        sampler: TokenOrderSampler,
-        seed: int,
-        shared_visible: bool = False,
-        token_weights: Callable[[Sequence], np.ndarray] | None = None,
-        has_invalid: bool = False,
-    ) -> None:
+    def __init__(self, sampler: TokenOrderSampler, seed: int, shared_visible: bool = False) -> None:
         self.sampler = sampler
         self.seed = seed
         self.shared_visible = shared_visible
-        self.token_weights = token_weights
-        self.has_invalid = has_invalid
 
     def __call__(self, samples: Iterable[tuple]) -> tuple[Tensor, ...]:
-        imgs, labels, addresses, *boxes = zip(*samples, strict=True)
+        imgs, labels, addresses, *others = zip(*samples, strict=True)
         imgs = torch.utils.data.default_collate(imgs)  # in a worker it stacks them straight into shared memory
         epochs, indices = np.asarray(addresses).T
-        counts = self.sampler.counts
-        noise = addressed_noise(self.seed, epochs, indices, counts.num_tokens)
-        visible = None
-        if self.shared_visible:
-            visible = self.sampler.visible_tokens(noise[:1])
-        weights = None
-        if self.token_weights is not None:
-            weights = self.token_weights(*boxes)
-        counted = None
-        if self.has_invalid:
-            counted = self.find_counted(imgs)
-        ids_shuffle = torch.from_numpy(self.sampler(noise, visible, weights, counted))
-        if self.shared_visible:  # the set is shared; GreenMIM's sampler may order it by noise, so share the order, too
-            ids_visible = ids_shuffle[:, : counts.num_visible]
-            ids_visible[:] = ids_visible[:1].clone()
-        return imgs, torch.as_tensor(labels), ids_shuffle
+        noise = addressed_noise(self.seed, epochs, indices, self.sampler.counts.num_tokens)
+        ids_shuffle = self.draw(noise, imgs, *others)
+        return imgs, torch.as_tensor(labels), torch.from_numpy(ids_shuffle)
 
-    def find_counted(self, imgs: Tensor) -> np.ndarray:
-        """Returns which tokens of images [B, C, H, W] count in losses, bool [B, N]."""
-        token_side = imgs.shape[2] // self.sampler.grid_size[0]
-        valid = patchify(~imgs.isnan(), token_side)
-        return counted_tokens(valid).numpy()
+    def draw(self, noise: np.ndarray, imgs: Tensor, *others: Sequence) -> np.ndarray:
+        """Returns ids_shuffle [B, N] for noise [B, N]. Subclasses read the images, too, or what follows addresses."""
+        return self.sampler(noise, self.shared_tokens(noise))
+
+    def shared_tokens(self, noise: np.ndarray) -> np.ndarray | None:
+        """Returns the visible tokens that all images share, bool [1, N], or None if each has its own."""
+        if self.shared_visible:
+            return self.sampler.visible_tokens(noise[:1])
+        return None
 
     def examples(self, samples: Sequence[tuple]) -> list[tuple[Tensor, ...]]:
         """Returns a batch of each combination of shapes that batches of this size can have, to compile for."""

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 import submitit
 
 from util.code_version import code_version, source_files, source_hash, write_version
-from util.run.cli import FINAL, PROGRESS, TEMPORARY, Parser, end_if_others_wait, flags_given, run_program
+from util.run.cli import FINAL, PROGRESS, TEMPORARY, Parser, end_if_others_wait, run_program
 from util.urls import redact
 
 # {name on the command line: module}. Modules of downstream/ are imported only if they are to be run.
@@ -247,7 +247,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, P
         limits = f"--timeout_min {args.timeout_min} is too short for --signal_delay_s {args.signal_delay_s}"
         parser.error(f"{limits}: the limit must be more than twice the delay")
     main_parser, main_args = importlib.import_module(MAINS[args.main]).parse_args(args.argv)
-    if "output_dir" in flags_given(main_parser, args.argv):
+    if "output_dir" in main_parser.given:
         folder = Path(main_args.output_dir).resolve()
     else:
         folder = Path("output").resolve() / time.strftime(f"{args.main}-%Y%m%d-%H%M%S")

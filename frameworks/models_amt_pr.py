@@ -25,7 +25,17 @@ from frameworks.models_simmim_pr import SimMIMOnViT, rename_release
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import BASE, MICRO, MINI
 from peer_sampling import weighted_permutation
-from prmim import RETAINED, THROWN, VISIBLE, Method, TokenCounts, TokenOrder, TokenOrderSampler, sort_by_state
+from prmim import (
+    RETAINED,
+    THROWN,
+    VISIBLE,
+    MaskCollator,
+    Method,
+    TokenCounts,
+    TokenOrder,
+    TokenOrderSampler,
+    sort_by_state,
+)
 
 __all__ = [
     "AMTViT",
@@ -81,19 +91,16 @@ def count_amt_units(
 class AMTOrderSampler(TokenOrderSampler):
     """Draws one weighted permutation of the masked units: the first are retained, the next thrown, the last visible."""
 
-    reads_weights = True
-
     def __call__(
         self,
         noise: np.ndarray,
         visible: np.ndarray | None = None,
         weights: np.ndarray | None = None,
-        counted: np.ndarray | None = None,
     ) -> np.ndarray:
         """Returns ids_shuffle [B, N] for noise [B, N]. weights: of the tokens [B, N], by default all the same.
 
-        The weight of a unit is the mean of its tokens' weights. Its noise is that of its first token. `visible` and
-        `counted` are not used: attention alone decides.
+        The weight of a unit is the mean of its tokens' weights. Its noise is that of its first token. `visible` is not
+        used: attention alone decides.
         """
         noise_of_first = self.split_units(noise)[:, :, 0, :, 0]
         unit_noise = noise_of_first.reshape(len(noise), -1)  # [B, units]
@@ -114,6 +121,7 @@ class AMTOrderSampler(TokenOrderSampler):
 class AMTMasking(Framework):
     """Draws tokens by AMT's sampler, whatever `sampling` is. Before there are attention maps it has other counts."""
 
+    needs_attention = True
     has_maps = True
 
     def set_phase(self, has_maps: bool) -> None:
@@ -123,6 +131,9 @@ class AMTMasking(Framework):
 
     def sampler(self, sampling: str) -> TokenOrderSampler:
         return AMTOrderSampler(self.grid_size, self.counts, "attention", self.mask_unit)
+
+    def collator(self, sampling: str, seed: int) -> MaskCollator:
+        return MaskCollator(self.sampler(sampling), seed)  # invalid pixels have no say
 
 
 class AMTViT(AMTMasking, MaskedAutoencoderViT):

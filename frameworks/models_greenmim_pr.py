@@ -5,7 +5,7 @@ that its windows are grouped once. The decoder works on the grid of units. There
 independently, as it does with MAE's tokens.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from encoders import models_swin
 from encoders.models_swin import SwinEncoder
 from encoders.names import swap_merging
-from encoders.window_groups import WindowGrouper
 from framework import Flag, PixelFramework, weights_in
+from frameworks.window_groups import WindowGrouper
 from models_vit import init_weights
 from prmim import MaskCollator, ProgressiveDecoder, TokenOrder, TokenOrderSampler
 
@@ -40,47 +40,38 @@ DECODER_ORDER = Flag(
 class NoiseOrderSampler(TokenOrderSampler):
     """A `TokenOrderSampler` whose visible tokens are in the order of the mask's noise."""
 
-    def __call__(
-        self,
-        noise: np.ndarray,
-        visible: np.ndarray | None = None,
-        weights: np.ndarray | None = None,
-        counted: np.ndarray | None = None,
-    ) -> np.ndarray:
-        ids_shuffle = super().__call__(noise, visible, weights, counted)
+    def sort(self, shuffled: np.ndarray, retained: np.ndarray) -> np.ndarray:
+        ids_shuffle = super().sort(shuffled, retained)
         num_visible = self.counts.num_visible
-        ids_visible = ids_shuffle[:, :num_visible]
-        noise_of_visible = np.take_along_axis(noise, ids_visible, axis=1)
-        ranks = noise_of_visible.argsort(axis=1)
-        ids_shuffle[:, :num_visible] = np.take_along_axis(ids_visible, ranks, axis=1)
+        ids_shuffle[:, :num_visible] = shuffled[:, :num_visible]
         return ids_shuffle
 
 
-class GroupCollator(MaskCollator):
-    """A `MaskCollator` that also groups the windows of the batch's visible units."""
+class GroupCollator:
+    """Adds to the batches of `collate` the groups of windows of the visible units that all images of a batch share."""
 
-    def __init__(
-        self, sampler: TokenOrderSampler, seed: int, grouper: WindowGrouper, has_invalid: bool = False
-    ) -> None:
-        super().__init__(sampler, seed, shared_visible=True, has_invalid=has_invalid)
+    def __init__(self, collate: MaskCollator, grouper: WindowGrouper) -> None:
+        self.collate = collate
         self.grouper = grouper
 
     def __call__(self, samples: Iterable[tuple]) -> tuple[Tensor, ...]:
-        batch = super().__call__(samples)
-        groupings = self.grouper(self.visible_units(batch))
+        batch = self.collate(samples)
+        groupings = self.grouper(self.share_units(batch))
         return (*batch, *groupings)
 
     def examples(self, samples: Sequence[tuple]) -> list[tuple[Tensor, ...]]:
-        batch = super().__call__(samples)
-        shapes = self.grouper.shapes(self.visible_units(batch))
+        """Returns a batch of each combination of shapes that batches of this size can have, to compile for."""
+        batch = self.collate(samples)
+        shapes = self.grouper.shapes(self.share_units(batch))
         if not shapes:
             return [batch]
         return [(*batch, *groupings) for groupings in shapes]
 
-    def visible_units(self, batch: tuple[Tensor, ...]) -> Tensor:
-        """Returns the raster ids of the units that all images of the batch share, int64 [V]."""
-        ids_shuffle = batch[2]
-        return ids_shuffle[0, : self.sampler.counts.num_visible]
+    def share_units(self, batch: tuple[Tensor, ...]) -> Tensor:
+        """Gives the visible units, which all images share, the first image's order. Returns their raster ids [V]."""
+        ids_visible = batch[2][:, : self.collate.sampler.counts.num_visible]
+        ids_visible[:] = ids_visible[:1].clone()
+        return ids_visible[0]
 
 
 class GreenMIMSwin(PixelFramework, SwinEncoder):
@@ -140,13 +131,8 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
             kind = NoiseOrderSampler
         return kind(self.grid_size, self.counts, sampling, self.mask_unit)
 
-    def collator(
-        self,
-        sampling: str,
-        seed: int,
-        token_weights: Callable | None = None,
-    ) -> MaskCollator:
-        return GroupCollator(self.sampler(sampling), seed, self.grouper, self.has_invalid)
+    def collator(self, sampling: str, seed: int) -> GroupCollator:  # type: ignore[override]
+        return GroupCollator(super().collator(sampling, seed), self.grouper)
 
     def forward(
         self,

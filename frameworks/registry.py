@@ -1,72 +1,90 @@
-"""The pre-training frameworks: their models by name, their flags, and the models that runs have pre-trained.
+"""The pre-training frameworks: their models by name, and the models that runs have pre-trained.
 
-To add a framework, add its module to `FRAMEWORKS`.
+To add a framework, add its module and the names of its models to `NAMES`. A run imports the module of its model alone.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import models_mae_pr
 from encoders.load import fit, read
-from framework import Flag, Framework
-from frameworks import (
-    models_amt_pr,
-    models_crossmae_pr,
-    models_greenmim_pr,
-    models_localmim_pr,
-    models_mff_pr,
-    models_simmim_pr,
-    models_tec_pr,
-)
+from framework import Framework
 from prmim import METHOD_ARGUMENTS
 from util.data.invalid_pixels import InvalidPixels
+from util.lazy import ByName
 from util.run.files.record import CheckpointError, CheckpointInfo
 from util.text import count_of
 
-FRAMEWORKS = (
-    models_mae_pr,
-    models_mff_pr,
-    models_simmim_pr,
-    models_localmim_pr,
-    models_tec_pr,
-    models_greenmim_pr,
-    models_crossmae_pr,
-    models_amt_pr,
-)
-MODELS: dict[str, Any] = {}  # {name: factory}, a partial of its class
-for _module in FRAMEWORKS:
-    for _name in _module.__all__:
-        if _name.islower():
-            MODELS[_name] = getattr(_module, _name)
-CLASS_OF = {name: factory.func for name, factory in MODELS.items()}
+NAMES = {
+    "models_mae_pr": (
+        "mae_vit_nano_patch4",
+        "mae_vit_micro_patch4",
+        "mae_vit_mini_patch4",
+        "mae_vit_tiny_patch16",
+        "mae_vit_small_patch16",
+        "mae_vit_base_patch16",
+        "mae_vit_large_patch16",
+        "mae_vit_huge_patch14",
+    ),
+    "frameworks.models_mff_pr": (
+        "mff_vit_micro_patch4",
+        "mff_vit_mini_patch4",
+        "mff_vit_base_patch16",
+    ),
+    "frameworks.models_simmim_pr": (
+        "simmim_vit_micro_patch4",
+        "simmim_vit_mini_patch4",
+        "simmim_vit_base_patch16",
+        "simmim_swin_micro_patch4_window4",
+        "simmim_swin_base_patch4_window6",
+        "simmim_swin_large_patch4_window12",
+    ),
+    "frameworks.models_localmim_pr": (
+        "localmim_vit_micro_patch4",
+        "localmim_vit_mini_patch4",
+        "localmim_vit_base_patch16",
+        "localmim_vit_large_patch16",
+    ),
+    "frameworks.models_tec_pr": (
+        "tec_vit_micro_patch4",
+        "tec_vit_mini_patch4",
+        "tec_vit_base_patch16",
+        "tec_vit_large_patch16",
+    ),
+    "frameworks.models_greenmim_pr": (
+        "greenmim_swin_micro_patch4_window4",
+        "greenmim_swin_base_patch4_window7",
+        "greenmim_swin_large_patch4_window14",
+    ),
+    "frameworks.models_crossmae_pr": (
+        "crossmae_vit_nano_patch4",
+        "crossmae_vit_micro_patch4",
+        "crossmae_vit_mini_patch4",
+        "crossmae_vit_small_patch16",
+        "crossmae_vit_base_patch16",
+        "crossmae_vit_large_patch16",
+        "crossmae_vit_huge_patch14",
+    ),
+    "frameworks.models_amt_pr": (
+        "amt_vit_micro_patch4",
+        "amt_vit_mini_patch4",
+        "amt_vit_base_patch16",
+        "amt_simmim_vit_micro_patch4",
+        "amt_simmim_vit_mini_patch4",
+        "amt_simmim_vit_base_patch16",
+    ),
+}
+MODELS = ByName(NAMES)  # {name: factory}, a partial of its class
 
 
-def own_flags() -> dict[Flag, list[str]]:
-    """Returns {flag: first words of the names of the models that have it} for the flags of some frameworks only.
-
-    ValueError if two frameworks have different flags of the same name.
-    """
-    found: dict[Flag, list[str]] = {}
-    first_of: dict[str, Flag] = {}
-    for name, model in CLASS_OF.items():
-        family = name.split("_")[0]
-        for flag in model.flags:
-            first = first_of.setdefault(flag.name, flag)
-            if flag != first:
-                raise ValueError(
-                    f"--{flag.name} of {family} models is another flag than that of {', '.join(found[first])} models: "
-                    "give it another name, or let all of them have the same `Flag`"
-                )
-            families = found.setdefault(flag, [])
-            if family not in families:
-                families.append(family)
-    return found
+def class_of(model: str) -> type[Framework]:
+    """Returns the class of a model of this name."""
+    return MODELS[model].func
 
 
 def check_own_flags(settings: Mapping[str, Any]) -> None:
     """Raises ValueError if a flag that the framework needs is missing."""
-    for flag in CLASS_OF[settings["model"]].flags:
+    for flag in class_of(settings["model"]).flags:
         if flag.required and settings.get(flag.name) is None:
             raise ValueError(f"--model {settings['model']} needs --{flag.name}: {flag.help}")
 
@@ -77,22 +95,14 @@ def build_model(settings: Mapping[str, Any], read_files: bool = True) -> Framewo
     read_files: whether to read the files that a framework's flags name. On the meta device nothing can be read.
     """
     name = settings["model"]
-    settings = dict(settings)
-    if not read_files:
-        for flag in CLASS_OF[name].flags:
-            if flag.names_file:
-                settings[flag.name] = None
     options = {argument: settings[argument] for argument in METHOD_ARGUMENTS}
     options["norm_pix_loss"] = settings["norm_pix_loss"]
     options["in_chans"] = settings.get("in_chans", 3)
     has_invalid = InvalidPixels.from_settings(settings).is_declared
     if has_invalid:
         options["has_invalid"] = True
-    for flag, families in own_flags().items():
-        if settings.get(flag.name) is not None:
-            if flag not in CLASS_OF[name].flags:
-                owners = ", ".join(families)
-                raise ValueError(f"--{flag.name} belongs to {owners} models, but --model is {name}: leave it out")
+    for flag in class_of(name).flags:
+        if settings.get(flag.name) is not None and (read_files or not flag.names_file):
             options[flag.name] = settings[flag.name]
     for setting, option in {"patch_size": "patch_size", "drop_path": "drop_path_rate"}.items():
         if settings.get(setting) is not None:

@@ -30,14 +30,14 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import main_pretrain
 from engine_pretrain import train_one_epoch
 from frameworks.registry import build_model
-from main_pretrain import get_args_parser
 from recipes import RECIPES
 from util import costs
 from util.attention import CHOICES, prefer
 from util.data.transforms import Normalize
-from util.run.cli import Parser, check_recipe, parse_with_recipe, prepare_file, run_program, user_errors
+from util.run.cli import Parser, check_recipe, prepare_file, run_program, user_errors
 from util.run.processes.distributed import PRECISIONS, precision
 from util.run.processes.supervise import StopSignal, Watchdog
 from util.run.train.logging import RunLog
@@ -304,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if name in PEERS:
                 row, step = measure_peer(args, device)
             else:
-                flags = parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", name])
+                _, flags = main_pretrain.parse_args(["--recipe", name])
                 row, step = measure(vars(flags), args, device)
             rows.append(row)
             steps.append(step)

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import submitit_launch
 from downstream.robustness.benchmarks import BENCHMARKS
-from frameworks.registry import CLASS_OF
+from frameworks.registry import class_of
 from recipes import RECIPES
 from scripts.parts.paper_tables import COUNTED_FLOPS, TABLES, Row, Table
 from scripts.parts.table_runs import RECIPES_OF, Run, run_of
@@ -87,7 +87,7 @@ def flags_of(run: Run, args: argparse.Namespace) -> list[str]:
     flags = ["--recipe", run.recipe, "--data_path", path, "--output_dir", str(run.folder)]
     if run.needs is not None:
         flags += ["--finetune", str(run.needs.folder)]
-    elif any(flag.name == "teacher" for flag in CLASS_OF[str(RECIPES[run.recipe]["model"])].flags):
+    elif any(flag.name == "teacher" for flag in class_of(str(RECIPES[run.recipe]["model"])).flags):
         if args.teacher is None:
             raise ValueError(f"{run.name} needs --teacher: a checkpoint of iBOT's ViT-B/16 for the paper's rows")
         flags += ["--teacher", args.teacher]

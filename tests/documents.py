@@ -12,11 +12,11 @@ from pathlib import Path
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 from downstream.recipes import DETECTION_RECIPES, SEGMENTATION_RECIPES
-from recipes import FINETUNE_RECIPES, RECIPES
+from recipes import FINETUNE_RECIPES
 from submitit_launch import MAINS as MAINS_OF_THE_LAUNCHER
 from tests.patches import MonkeyPatch
 from tests.scripts.programs import MAINS, ROOT, SCRIPTS
-from util.run.cli import Parser, parse_with_recipe
+from util.run.cli import Parser
 
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -159,7 +159,7 @@ def parse(command: Command) -> None:
 
 
 def parse_arguments(program: str, arguments: list[str]) -> argparse.Namespace:
-    parser = parser_of(program)
-    if "--recipe" in parser._option_string_actions:
-        return parse_with_recipe(parser, RECIPES_OF.get(program, RECIPES), arguments)
-    return parser.parse_args(arguments)
+    module = importlib.import_module(program.removesuffix(".py").replace("/", "."))
+    if program != "submitit_launch.py" and hasattr(module, "parse_args"):
+        return module.parse_args(arguments)[1]
+    return parser_of(program).parse_args(arguments)

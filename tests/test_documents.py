@@ -44,7 +44,9 @@ import models_example_pr
 from frameworks import registry
 from tests import patches
 
-registry.FRAMEWORKS += (models_example_pr,)
+registry.NAMES["models_example_pr"] = ()
+for name in models_example_pr.__all__:
+    registry.MODELS[name] = getattr(models_example_pr, name)
 patches.ALLOWED.add("models_example_pr")
 """
 EXAMPLE_FLAG = "--loss_beta"
@@ -254,6 +256,8 @@ def known_flags() -> set[str]:
     parsers = [torchrun_parser()]
     for program in (*MAINS, *SCRIPTS):
         parsers.append(parser_of(program))
+    for model in registry.MODELS:
+        parsers.append(main_pretrain.get_args_parser(model, by_attention=True))
     flags = set(OTHER_FLAGS)
     for parser in parsers:
         flags |= parser._option_string_actions.keys()

@@ -110,24 +110,3 @@ def test_no_cls_token_layer_decay_needs_a_class_token():
     _, args = main_finetune.parse_args(["--model", "swin_micro_patch4_window4", "--no-cls_token_layer_decay"])
     with pytest.raises(ValueError, match="--model swin_micro_patch4_window4 has none"):
         main_finetune.make_optimizer(classifiers.MODELS[args.model](), args, lr=1e-3)
-
-
-FLAGS = """
-    recipe eval
-    model finetune first_release_merging input_size patch_size trainable_blocks global_pool drop_path nb_classes
-    batch_size accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed optimizer layer_decay
-    warmup_lr lr_schedule lr_steps clip_grad cls_token_layer_decay train_pos_embed cls_token_mlp num_cls_tokens
-    dataset data_path image_column label_column loader crop_scale hflip vflip
-    num_workers max_bad_fraction
-    aa color_jitter smoothing reprob remode recount mixup cutmix mixup_prob mixup_switch_prob mixup_mode clip_crop
-    eval_every crop_pct in_chans mean std nodata mask_band bands all_valid eval_split
-    output_dir resume allow_changes device precision attention compile recompute recompute_pointwise
-    dist_timeout max_steps save_every save_minutes save_steps print_freq profile detect_anomaly
-    check_data
-"""
-
-
-def test_flags_are_frozen():
-    """Users' scripts depend on these names: a removal or renaming must be deliberate."""
-    flags = {action.dest for action in main_finetune.get_args_parser()._actions} - {"help", "help_all"}
-    assert flags == set(FLAGS.split()), "add a new flag to FLAGS; one that is renamed or removed: also to CHANGELOG.md"

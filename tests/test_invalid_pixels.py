@@ -16,6 +16,7 @@ from models_mae_pr import MaskedAutoencoderViT
 from prmim import SAMPLING, TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
 from scripts import visualize
 from tests import runs
+from tests.orders import draw_order
 from tests.runs import reports, state
 from tests.slow_mae import pixels_of
 from tests.test_framework_contract import CLASSES, build
@@ -290,11 +291,11 @@ def test_tokens_that_do_not_count_are_thrown_first(share):
     noise = addressed_noise(0, 0, np.arange(20), 64)
     counted = addressed_noise(1, 0, np.arange(20), 64) < share
     counted[3] = True
-    ids_shuffle = sampler(noise, counted=counted)
+    ids_shuffle = draw_order(sampler, noise, counted=counted)
     for b in range(20):
         found = segments(torch.from_numpy(ids_shuffle[b]), counts)
         assert found == slow_order(sampler, noise[b], counted[b])
-        alone = sampler(noise[[b]], counted=counted[[b]])  # a function of the image alone
+        alone = draw_order(sampler, noise[[b]], counted=counted[[b]])  # a function of the image alone
         assert np.array_equal(alone[0], ids_shuffle[b])
     assert np.array_equal(ids_shuffle[3], sampler(noise)[3])
 
@@ -309,15 +310,15 @@ def test_every_sampling_throws_them_first(sampling, mask_unit):
     weights = addressed_noise(2, 0, np.arange(16), 64)
     if sampling != "attention":
         weights = None
-    ids_shuffle = sampler(noise, weights=weights, counted=counted)
-    plain = sampler(noise, weights=weights)
+    ids_shuffle = draw_order(sampler, noise, weights, counted)
+    plain = draw_order(sampler, noise, weights)
     assert np.array_equal(ids_shuffle[:, :16], plain[:, :16])  # what is visible does not depend on it
     for b in range(16):
         assert sorted(ids_shuffle[b]) == list(range(64))
         _, retained, thrown = segments(torch.from_numpy(ids_shuffle[b]), counts)
         assert counted[b][retained].all() or not counted[b][thrown].any()
     counted[:] = True
-    assert np.array_equal(sampler(noise, weights=weights, counted=counted), plain)
+    assert np.array_equal(draw_order(sampler, noise, weights, counted), plain)
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs

@@ -6,7 +6,6 @@ import main_pretrain
 from frameworks import registry
 from tests.record_numerics import CASES, differences, main, record_all
 from tests.runs import pretrain
-from util.run.cli import flags_given
 
 
 def test_two_records_are_equal_and_a_changed_number_is_named(tmp_path, capsys):
@@ -45,4 +44,4 @@ def test_each_case_of_pre_training_can_run():
         if case.program is pretrain:
             words = f"{case.program.flags} {case.flags}".split()
             parser, args = main_pretrain.parse_args(words)
-            assert not main_pretrain.unused_flags(args).keys() & flags_given(parser, words), name
+            assert not main_pretrain.unused_flags(args).keys() & parser.given.keys(), name

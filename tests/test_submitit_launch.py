@@ -337,7 +337,7 @@ def test_the_folder_is_the_one_that_is_given(main, tmp_path, monkeypatch):
     needed = []
     if main == "main_robustness":
         needed = ["--resume", "R"]
-    for flags in (["--output_dir", "X"], ["--output_dir=X"], ["--output_d", "X"]):
+    for flags in (["--output_dir", "X"], ["--output_dir=X"], ["--output_dir", "X"]):
         args, folder = submitit_launch.parse_args(["--dry_run", main, *needed, *flags])
         assert folder == tmp_path / "X"
         assert args.argv[-2:] == ["--output_dir", str(tmp_path / "X")]

@@ -33,7 +33,7 @@ from util.data.datasets import AddressedDataset
 from util.data.images import check_classes, check_splits
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
-from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
+from util.run.cli import FlagGroup, Parser, parse_with_recipe, run_program
 from util.run.start.plan import Plan
 from util.run.start.run import Run, RunFacts
 from util.run.train.loader import TrainLoader
@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
     """Trains to the end of the schedule, or evaluates. Returns False if a signal stopped the run before."""
     parser, args = parse_args(argv)
     if args.eval:
-        given = flags_given(parser, argv)
+        given = set(parser.given)
         with session_of_eval(parser, args, given, "this program") as session:
             return evaluate_only(args, given, session)
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune") as run:

@@ -40,7 +40,7 @@ from util.data.images import check_splits
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
 from util.lazy import LazyModule
-from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
+from util.run.cli import FlagGroup, Parser, run_program
 from util.run.start.plan import Plan
 from util.run.start.run import Run, RunFacts
 from util.run.train.loader import TrainLoader
@@ -148,19 +148,18 @@ def get_args_parser() -> Parser:
 def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
     """Returns (parser, flags). The linear head has other defaults; a recipe and explicit flags win over both."""
     parser = get_args_parser()
-    args = parse_with_recipe(parser, SEGMENTATION_RECIPES, argv)
-    if args.recipe and SEGMENTATION_RECIPES[args.recipe]["head"] != args.head:
-        fitting = ", ".join(name for name, recipe in SEGMENTATION_RECIPES.items() if recipe["head"] == args.head)
-        parser.error(
-            f"recipe {args.recipe!r} does not go with --head {args.head}, which has recipes of its own: {fitting}"
-        )
-    if args.head == "linear":
-        given = flags_given(parser, argv)
-        unused = [f"--{name}" for name in ("decoder_channels", "layer_decay", "drop_path") if name in given]
-        if unused and not args.eval:
+    parser.read(argv, SEGMENTATION_RECIPES)
+    head = parser.value("head")
+    if parser.recipe and parser.recipe["head"] != head:
+        fitting = ", ".join(name for name, recipe in SEGMENTATION_RECIPES.items() if recipe["head"] == head)
+        recipe = parser.given["recipe"]
+        parser.error(f"recipe {recipe!r} does not go with --head {head}, which has recipes of its own: {fitting}")
+    if head == "linear":
+        unused = [f"--{name}" for name in ("decoder_channels", "layer_decay", "drop_path") if name in parser.given]
+        if unused and not parser.value("eval"):
             parser.error(f"--head linear has no use for {', '.join(unused)}: the encoder is frozen; leave it out")
         parser.set_defaults(**LINEAR_DEFAULTS)
-        args = parse_with_recipe(parser, SEGMENTATION_RECIPES, argv)
+    args = parser.resolve()
     if args.decoder_channels is None:
         args.decoder_channels = min(WIDEST_DECODER, SIZES[args.model]["embed_dim"])
     return parser, args
@@ -229,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
     """Trains to the end of the schedule, or evaluates. Returns False if a signal stopped the run before."""
     parser, args = parse_args(argv)
     if args.eval:
-        given = flags_given(parser, argv)
+        given = set(parser.given)
         with session_of_eval(parser, args, given, "this program") as session:
             return evaluate_only(args, given, session)
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune") as run:

@@ -9,6 +9,7 @@ so each phase opens a loader of its own when its maps are written.
 import argparse
 import shutil
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,8 +18,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from framework import Framework
-from frameworks.models_amt_pr import AMTMasking
+from framework import Framework, ValidTokenCollator
+from frameworks.models_amt_pr import AMTMasking, AMTOrderSampler
+from peer_sampling import attention_sampling
+from prmim import TokenOrderSampler
 from util.atomic import replaced_file
 from util.collectives import all_reduce_sum, rank_and_world_size, run_everywhere, run_on_rank0
 from util.data.attention_maps import CROPS, AttentionMaps, maps_path, write_maps
@@ -30,8 +33,6 @@ from util.run.train.loader import TrainLoader
 from util.run.train.loop import TrainLoop
 from util.run.train.training import Training
 from util.text import count_of
-
-FLAGS = ("attention_start", "attention_every", "attention_crop")
 
 
 def add_flags(group: FlagGroup) -> None:
@@ -69,16 +70,12 @@ def refresh_epochs(epochs: int, start: int, every: int) -> list[int]:
 
 def check_sampling(args: argparse.Namespace, model: Framework) -> None:
     """Raises ValueError if the flags of sampling by attention do not fit each other or the model."""
-    if args.sampling != "attention":
-        if model.sampler(args.sampling).reads_weights:
-            raise ValueError(f"{args.model} draws its tokens by attention: set --sampling attention")
-        return
     if not hasattr(model, "cls_attention"):
         raise ValueError(
             f"--sampling attention needs a class token that attends to all patches, which {args.model} does not have: "
             "choose a model on ViT, or another --sampling"
         )
-    if not model.sampler(args.sampling).reads_weights:
+    if args.throw_ratio == 0 and not model.needs_attention:
         raise ValueError("--sampling attention chooses the tokens that are thrown, but --throw_ratio is 0: raise it")
     if not refresh_epochs(args.epochs, args.attention_start, args.attention_every):
         raise ValueError(
@@ -155,6 +152,27 @@ def gather_on_rank0(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat(everyone)
 
 
+class AttentionCollator(ValidTokenCollator):
+    """Draws token orders by attention. The box of its crop follows each sample's address."""
+
+    def __init__(self, sampler: TokenOrderSampler, seed: int, maps: AttentionMaps) -> None:
+        super().__init__(sampler, seed)
+        self.maps = maps
+
+    def draw(self, noise: np.ndarray, imgs: torch.Tensor, *others: Sequence) -> np.ndarray:
+        self.noise = noise
+        self.weights = self.maps.token_weights(others[0])
+        if isinstance(self.sampler, AMTOrderSampler):
+            return self.sampler(noise, weights=self.weights)
+        return super().draw(noise, imgs)
+
+    def choose_retained(self, masked: np.ndarray, images: np.ndarray) -> np.ndarray:
+        weights = np.take_along_axis(self.weights[images], masked, axis=1)
+        noise = np.take_along_axis(self.noise[images], masked, axis=1)
+        picks = attention_sampling(self.sampler.coords[masked], self.sampler.counts.num_retained, weights, noise)
+        return np.take_along_axis(masked, picks, axis=1)
+
+
 @dataclass
 class AttentionPhases:
     """Opens the batches of each phase of a run that samples by attention, after it has made the phase's maps.
@@ -216,8 +234,9 @@ class AttentionPhases:
             maps = self.make_maps(refresh)
         if isinstance(self.model, AMTMasking):
             self.model.set_phase(has_maps=maps is not None)
-        token_weights = None if maps is None else maps.token_weights
-        collator = self.model.collator(args.sampling, args.seed, token_weights)
+        collator = self.model.collator(args.sampling, args.seed)
+        if maps is not None:
+            collator = AttentionCollator(self.model.sampler(args.sampling), args.seed, maps)
 
         epoch = loop.step // loop.steps_per_epoch
         last_epoch = self.last_epoch_of_phase(epoch)

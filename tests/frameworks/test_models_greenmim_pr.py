@@ -8,12 +8,13 @@ from torch.testing import assert_close
 
 from encoders.load import load_encoder
 from encoders.models_swin import SwinEncoder, SwinTransformer, WindowAttention
-from encoders.window_groups import WindowGrouper, WindowGroups, group_tokens, group_windows, unit_coords, window_of
+from encoders.window_groups import WindowGroups, unit_coords, window_of
 from frameworks.models_greenmim_pr import (
     GreenMIMSwin,
     greenmim_swin_base_patch4_window7,
     greenmim_swin_large_patch4_window14,
 )
+from frameworks.window_groups import WindowGrouper, group_tokens, group_windows
 from prmim import TokenCounts
 from tests import slow_mae
 from tests.test_models_mae_pr import assert_same_weights, perturbed, segments

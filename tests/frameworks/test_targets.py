@@ -77,7 +77,6 @@ def test_the_loss_compares_with_the_target_of_the_subclass(norm_pix_loss, progre
 def laplacian(monkeypatch):
     """The program knows the model by a name of MAE's family."""
     monkeypatch.setitem(registry.MODELS, NAME, partial(LaplacianMAE, **NANO, decoder_embed_dim=64, decoder_depth=2))
-    monkeypatch.setitem(registry.CLASS_OF, NAME, LaplacianMAE)
 
 
 def test_a_run_says_that_it_draws_no_pictures(laplacian, photos, tmp_path, capsys):

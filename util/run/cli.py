@@ -1,7 +1,6 @@
 """Command lines: help with defaults, short errors, recipes as named defaults, and exit codes that a shell expects."""
 
 import argparse
-import copy
 import errno
 import math
 import os
@@ -13,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -32,69 +32,18 @@ ARGUMENTS = {"img_size": "input_size"}  # of models, whose flag has another name
 PROGRESS = ".progress"  # file in the output folder that says how far the run is
 LOG = "log.txt"
 WARMUPS = {"warmup_epochs": "epochs", "warmup_iters": "num_iters"}  # {flag: the flag of the schedule's length}
-HELP = ("help", "help_all")  # flags that print help
 FEW = 20  # a program with at most as many flags shows all of them by --help
 # What another value of a flag changes. "rounding": results still agree to rounding. "split": how the total batch is
 # split over processes and micro-batches; each step has the same images.
 Change = Literal["nothing", "rounding", "split", "results"]
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows the default of every flag that has one.
-
-    A long list of choices appears once, in the flag's help. If it has more than 12 entries, only their number is shown,
-    and the value "list" prints them. A value has the last word of its flag as its name.
-    """
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28)
-
-    def _format_action(self, action: argparse.Action) -> str:
-        notes = []
-        if _has_long_choices(action):
-            choices = list(action.choices or ())
-            if len(choices) <= 12:
-                notes.append(f"one of {', '.join(map(str, choices))}")
-            else:
-                notes.append(f"`{_flag_of(action)} list` names all {len(choices)}")
-        default = action.default
-        if isinstance(default, (list, tuple)):
-            default = " ".join(map(str, default))
-        is_set = default is not None and default not in (argparse.SUPPRESS, "")
-        if is_set and "default" not in (action.help or ""):
-            notes.append(f"default: {default}")
-        if notes:
-            note = "; ".join(notes).replace("%", "%%")
-            action = copy.copy(action)
-            action.help = f"{action.help} ({note})" if action.help else note
-        return super()._format_action(action)
-
-    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
-        if _has_long_choices(action):
-            action = copy.copy(action)
-            action.choices = None
-        return super()._metavar_formatter(action, default_metavar)
-
-    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        return action.dest.rpartition("_")[2].upper()
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        if isinstance(action, argparse.BooleanOptionalAction):
-            return action.option_strings[0].replace("--", "--[no-]", 1)
-        return super()._format_action_invocation(action)
-
-
-def _has_long_choices(action: argparse.Action) -> bool:
-    return action.choices is not None and len(",".join(map(str, action.choices))) > LONG_CHOICES
-
-
-def _flag_of(action: argparse.Action) -> str:
-    return action.option_strings[0] if action.option_strings else action.dest
-
-
 @dataclass(frozen=True)
 class FlagRule:
-    """What a flag means to the programs that read it, and which numbers it takes."""
+    """What a flag means to the programs that read it, and which values it takes.
+
+    help, choices: as in argparse. argparse itself gets the choices unless there are many, see `Parser.check_choice`.
+    """
 
     changes: Change = "results"
     per_process: bool = False
@@ -103,6 +52,8 @@ class FlagRule:
     above: float | None = None
     below: float | None = None
     everyday: bool = False
+    help: str = ""
+    choices: Sequence[Any] = ()
 
     def objection(self, value: Any) -> str | None:
         """Returns what is wrong with a value of the flag, or None. Of a list, each number has the bounds."""
@@ -131,6 +82,7 @@ class FlagContainer(argparse._ActionsContainer):
     """A parser, or a group of it, whose flags say what they change and which numbers they take."""
 
     rules: dict[str, FlagRule]  # of all flags of the parser, by `dest`
+    actions: dict[str, argparse.Action]  # likewise; positional arguments, too
 
     def add_argument(
         self,
@@ -142,6 +94,7 @@ class FlagContainer(argparse._ActionsContainer):
         above: float | None = None,
         below: float | None = None,
         everyday: bool = False,
+        choices: Iterable[Any] | None = None,
         **options: Any,
     ) -> argparse.Action:
         """Adds a flag, as argparse does.
@@ -151,9 +104,25 @@ class FlagContainer(argparse._ActionsContainer):
         per_process: whether the processes of one start may have different values, such as paths of their node.
         at_least, at_most, above, below: bounds of its number.
         everyday: whether --help shows it, with the first clause of its help: up to a semicolon or parenthesis.
+        choices: values that it takes. Many of them are not listed in the usage.
         """
+        known = list(choices or ())
+        if known and len(",".join(map(str, known))) <= LONG_CHOICES:
+            options["choices"] = known
+            known = []
         action = super().add_argument(*names, **options)
-        self.rules[action.dest] = FlagRule(changes, per_process, at_least, at_most, above, below, everyday)
+        if action.default == argparse.SUPPRESS:  # help
+            return action
+        takes_value = action.option_strings and action.nargs != 0
+        if takes_value and action.metavar is None and action.choices is None:
+            action.metavar = action.dest.rpartition("_")[2].upper()
+        if isinstance(action.default, str) and "type" in options:
+            action.default = options["type"](action.default)
+        rule = FlagRule(
+            changes, per_process, at_least, at_most, above, below, everyday, help=action.help or "", choices=known
+        )
+        self.rules[action.dest] = rule
+        self.actions[action.dest] = action
         return action
 
 
@@ -162,6 +131,7 @@ class FlagGroup(FlagContainer, argparse._ArgumentGroup):
 
     def __init__(self, container: FlagContainer, *args: Any, **options: Any) -> None:
         self.rules = container.rules
+        self.actions = container.actions
         super().__init__(container, *args, **options)
 
 
@@ -175,14 +145,24 @@ class HelpOfAllFlags(argparse.Action):
 
 
 class Parser(FlagContainer, argparse.ArgumentParser):
-    """An ArgumentParser with `HelpFormatter`, rules of flags, and errors of one paragraph without the usage."""
+    """An ArgumentParser with rules of flags, recipes as named defaults, and errors of one paragraph without the usage.
 
-    recipe: Mapping[str, Any]  # the values of the recipe in use, by `dest`
+    A command is read once. `given` holds the flags that it sets itself, `recipe` the values of its recipe; the defaults
+    of flags stay as they are. A flag must be spelt out.
+    """
+
+    given: dict[str, Any]  # by `dest`
+    recipe: Mapping[str, Any]
+    constants: dict[str, Any]  # of `set_defaults`, that are no flags
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.rules = {}
+        self.actions = {}
+        self.given = {}
+        self.constants = {}
         self.recipe = {}
-        super().__init__(*args, **{"formatter_class": HelpFormatter, **options})
+        formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=28)
+        super().__init__(*args, allow_abbrev=False, **{"formatter_class": formatter, **options})
         hidden = argparse.SUPPRESS  # from the settings of a run, and from the help itself
         self.add_argument("--help_all", action=HelpOfAllFlags, nargs=0, default=hidden, help=hidden)
 
@@ -205,92 +185,134 @@ class Parser(FlagContainer, argparse.ArgumentParser):
         for name, change in changes.items():
             self.rules[name] = replace(self.rules.get(name, FlagRule()), changes=change)
 
-    def use_recipe(self, values: Mapping[str, Any]) -> None:
-        """Lets the values of a recipe win over the defaults of flags, which stay as they are."""
-        self.recipe = dict(values)
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses a command without recipes."""
+        self.read(args)
+        return self.resolve()
+
+    def read(self, argv: Sequence[str] | None = None, recipes: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        """Reads the flags that a command gives, and the values of the recipe that it names, if there are recipes.
+
+        argv: with the user's home for `~`, which shells leave in `--flag=~/x` as it is.
+        """
+        words = [expand_home(word) for word in (sys.argv[1:] if argv is None else argv)]
+        not_given = argparse.Namespace(**dict.fromkeys(self.actions))  # so argparse sets no defaults
+        parsed, unknown = self.parse_known_args(words, not_given)
+        self.given = {}
+        for name, value in vars(parsed).items():
+            if name not in self.actions:
+                self.constants[name] = value
+            elif value is not None:
+                self.given[name] = value
+        for name, rule in self.rules.items():
+            if rule.choices and name in self.given:
+                self.check_choice(name, rule.choices)
+        if unknown:
+            self.refuse_unknown(unknown)
+        recipe = self.given.get("recipe")
+        if recipes is not None and recipe is not None:
+            check_recipe(self, recipe, recipes)
+            self.recipe = recipes[recipe]
+            strange = [key for key in self.recipe if key not in self.actions]
+            if strange:
+                self.error(f"recipe {recipe!r} sets {', '.join(strange)}, which {self.prog} does not know")
+
+    def resolve(self) -> argparse.Namespace:
+        """Returns the value of each flag: the command's, else the recipe's, else the flag's default.
+
+        A number outside the bounds of its flag ends the program, also that of a recipe.
+        """
+        values = {name: self.get_default(name) for name in self.actions}
+        args = argparse.Namespace(**{**self.constants, **values, **self.recipe, **self.given})
+        for name, rule in self.rules.items():
+            value = getattr(args, name, None)
+            objection = rule.objection(value)
+            if objection is not None:
+                self.error(f"--{name} {objection}, got {value}")
+        if "patch_size" in self.recipe and "patch_size" not in self.given:
+            refuse_other_patch(self, args, self.recipe["patch_size"])
+        fit_warmup(self, args)
+        return args
 
     def value_without_flag(self, name: str) -> Any:
         """Returns the value of a flag that a command does not give: the recipe's, or the flag's own default."""
         return self.recipe.get(name, self.get_default(name))
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses `args`. A number outside the bounds of its flag ends the program, also that of a recipe."""
-        parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            self.refuse_unknown(unknown)
-        for name, rule in self.rules.items():
-            value = getattr(parsed, name, None)
-            objection = rule.objection(value)
-            if objection is not None:
-                self.error(f"--{name} {objection}, got {value}")
-        return parsed
+    def value(self, name: str) -> Any:
+        """Returns the value of a flag, before all are resolved."""
+        return self.given.get(name, self.value_without_flag(name))
+
+    def flags_chosen(self) -> set[str]:
+        """Returns the flags that the command sets, or that its recipe sets to another value than its default."""
+        chosen = set(self.given)
+        for name, value in self.recipe.items():
+            if value != self.get_default(name):
+                chosen.add(name)
+        return chosen
 
     def refuse_unknown(self, words: Sequence[str]) -> NoReturn:
         """Ends the program, because it knows no flag to which these words belong."""
         remarks = []
+        flags = [f"--{name}" for name, action in self.actions.items() if action.option_strings]
         for word in words:
             if word.startswith("--"):
                 flag = word.partition("=")[0]
-                remarks.append(f"unknown flag {flag}{close_to(flag[2:], self._option_string_actions)}")
+                remarks.append(f"unknown flag {flag}{close_to(flag[2:], flags)}")
         self.error("; ".join(remarks) or f"unrecognized arguments: {' '.join(words)}")
 
-    def refuse_values_of_switches(self, words: Sequence[str]) -> None:
-        """Ends the program if a flag that is on or off has a value, such as `--hflip False` or `--hflip=False`."""
-        for word, next_word in pairwise([*words, ""]):
-            flag, equals, value = word.partition("=")
-            if not equals:
-                value = next_word
-            switch = self._option_string_actions.get(flag)
-            if not isinstance(switch, argparse.BooleanOptionalAction) or value.lower() not in ("true", "false"):
-                continue
-            on, off = switch.option_strings
-            right = on
-            if (value.lower() == "true") == (flag == off):
-                right = off
-            self.error(f"{flag} takes no value: give {right}")
+    def check_choice(self, name: str, known: Sequence[Any]) -> None:
+        """For many choices: "list" prints them, and an unknown value is answered with those close to it."""
+        values = self.given[name]
+        for value in values if isinstance(values, list) else [values]:
+            if value == "list":
+                print("\n".join(map(str, known)))
+                self.exit()
+            if value not in known:
+                near = close_to(str(value), map(str, known))
+                self.error(f"argument --{name}: invalid choice: {value!r}{near} (`--{name} list` names all)")
 
     def format_help(self) -> str:
         """Returns the help of everyday flags. If there are few flags, returns that of all."""
-        brief = copy.deepcopy(self)
-        flags = [action for action in brief._actions if action.option_strings and action.dest not in HELP]
+        flags = [name for name, action in self.actions.items() if action.option_strings]
         if len(flags) <= FEW:
             return self.format_help_all()
-        for action in flags:
-            if self.rules[action.dest].everyday:
-                action.help = re.split(r"; | \(", action.help or "")[0]
-            else:
-                action.help = argparse.SUPPRESS
-        return f"{brief.format_help_all()}\n`{self.prog} --help_all` lists all {len(flags)} flags.\n"
+        for name in flags:
+            self.actions[name].help = argparse.SUPPRESS
+            if self.rules[name].everyday:
+                self.actions[name].help = self.describe(name, re.split(r"; | \(", self.rules[name].help)[0])
+        self.name_positionals()
+        return f"{super().format_help()}\n`{self.prog} --help_all` lists all {len(flags)} flags.\n"
 
     def format_help_all(self) -> str:
-        """Returns the help of all flags. If there are many, the usage names positional arguments only."""
-        if self.usage is None and len(self._actions) > 13:
-            names = [str(action.metavar or action.dest) for action in self._actions if not action.option_strings]
-            self.usage = " ".join(["%(prog)s", "[flags]", *names])
+        """Returns the help of all flags."""
+        for name, action in self.actions.items():
+            action.help = self.describe(name, self.rules[name].help)
+        self.name_positionals()
         return super().format_help()
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses `args`, with the user's home for `~`. Shells leave it in `--flag=~/x` as it is."""
-        words = [expand_home(word) for word in (sys.argv[1:] if args is None else args)]
-        self.refuse_values_of_switches(words)
-        if namespace is None:
-            namespace = argparse.Namespace()
-        for name, value in self.recipe.items():
-            if name not in namespace:
-                setattr(namespace, name, value)  # argparse takes a default only where nothing is set
-        return super().parse_known_args(words, namespace)
+    def name_positionals(self) -> None:
+        """If there are many flags, lets the usage name positional arguments only."""
+        if self.usage is None and len(self.actions) > 11:
+            names = [str(action.metavar or name) for name, action in self.actions.items() if not action.option_strings]
+            self.usage = " ".join(["%(prog)s", "[flags]", *names])
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """For a long list of choices: "list" prints them, and an unknown value is answered with those close to it."""
-        if not _has_long_choices(action) or value in (action.choices or ()):
-            return super()._check_value(action, value)
-        choices = [str(choice) for choice in action.choices or ()]
-        if value == "list":
-            print("\n".join(choices))
-            self.exit()
-        raise argparse.ArgumentError(
-            action, f"invalid choice: {value!r}{close_to(value, choices)} (`{_flag_of(action)} list` names all)"
-        )
+    def describe(self, name: str, text: str) -> str:
+        """Returns the help `text` of a flag with many choices, if there are, and its default."""
+        notes = []
+        choices = self.rules[name].choices
+        if len(choices) > 12:
+            notes.append(f"`--{name} list` names all {len(choices)}")
+        elif choices:
+            notes.append(f"one of {', '.join(map(str, choices))}")
+        default = self.get_default(name)
+        if isinstance(default, (list, tuple)):
+            default = " ".join(map(str, default))
+        if default not in (None, "") and "default" not in text:
+            notes.append(f"default: {default}")
+        if not notes:
+            return text
+        note = "; ".join(notes).replace("%", "%%")
+        return f"{text} ({note})" if text else note
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with exit code 2. Lines of the message are joined."""
@@ -300,7 +322,7 @@ class Parser(FlagContainer, argparse.ArgumentParser):
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Ends the program, and torchrun with it if it would start a final error again."""
         if message:
-            self._print_message(printable(redact(message)), sys.stderr)
+            print(printable(redact(message)), end="", file=sys.stderr)
         if status in FINAL:
             stop_torchrun(f"{self.prog}: exit code {status}; torchrun is stopped, which would repeat it\n")
         super().exit(status)
@@ -332,23 +354,20 @@ def expand_home(word: str) -> str:
 def parse_with_recipe(
     parser: Parser, recipes: Mapping[str, Mapping[str, Any]], argv: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """Parses `argv`. `--recipe NAME` sets defaults from `recipes[NAME]`; explicit flags win.
+    """Parses `argv`. `--recipe NAME` sets defaults from `recipes[NAME]`; explicit flags win."""
+    parser.read(argv, recipes)
+    return parser.resolve()
 
-    A warm-up that no flag gives fits into a schedule that has become shorter, see `warmup_without_flag`.
-    """
-    name = parser.parse_known_args(argv)[0].recipe
-    if name is not None:
-        check_recipe(parser, name, recipes)
-        flags = {action.dest for action in parser._actions}
-        unknown = [key for key in recipes[name] if key not in flags]
-        if unknown:
-            parser.error(f"recipe {name!r} sets {', '.join(unknown)}, which {parser.prog} does not know")
-        parser.use_recipe(recipes[name])
-    args = parser.parse_args(argv)
-    if name is not None and "patch_size" in recipes[name].keys() - flags_given(parser, argv):
-        refuse_other_patch(parser, args, recipes[name]["patch_size"])
-    fit_warmup(parser, args, argv)
-    return args
+
+def early_value(argv: Sequence[str] | None, name: str) -> str | None:
+    """Returns the last value of a flag in a command whose other flags are not known yet, or None."""
+    found = None
+    words = sys.argv[1:] if argv is None else argv
+    for word, next_word in pairwise([*words, ""]):
+        flag, equals, value = word.partition("=")
+        if flag == f"--{name}":
+            found = value if equals else next_word
+    return found
 
 
 def check_recipe(parser: argparse.ArgumentParser, name: str, recipes: Iterable[str]) -> None:
@@ -375,11 +394,10 @@ def refuse_other_patch(parser: Parser, args: argparse.Namespace, patch_size: int
     )
 
 
-def fit_warmup(parser: Parser, args: argparse.Namespace, argv: Sequence[str] | None) -> None:
+def fit_warmup(parser: Parser, args: argparse.Namespace) -> None:
     """Sets the warm-up that no flag gives. Ends the program if it is more than half of the schedule."""
-    given = flags_given(parser, argv)
     for flag, length_flag in WARMUPS.items():
-        if flag in given or parser.value_without_flag(flag) is None:
+        if flag in parser.given or parser.value_without_flag(flag) is None:
             continue
         length = getattr(args, length_flag)
         warmup = warmup_without_flag(parser, flag, length)
@@ -423,36 +441,12 @@ def describe_warmup(parser: Parser, args: argparse.Namespace, flag: str) -> str:
     return text
 
 
-def flags_given(parser: Parser, argv: Sequence[str] | None = None) -> set[str]:
-    """Returns the `dest` of each flag that `argv` itself sets, in any spelling: `--lr 1`, `--lr=1` or an abbreviation.
-
-    Defaults and the values of a recipe do not count, and positional arguments are not flags. `argv` must be valid.
-    """
-    parser = copy.deepcopy(parser)
-    parser.use_recipe({})
-    parser._defaults.clear()
-    flags = [action for action in parser._actions if action.option_strings]
-    for action in flags:
-        action.default = argparse.SUPPRESS  # the namespace then lacks flags that are not given
-    given = vars(parser.parse_known_args(argv)[0])
-    return {action.dest for action in flags} & given.keys()
-
-
-def flags_chosen(parser: Parser, argv: Sequence[str] | None = None) -> set[str]:
-    """Returns the `dest` of each flag that `argv` sets, or that its recipe sets to another value than its default."""
-    chosen = flags_given(parser, argv)
-    for name, value in parser.recipe.items():
-        if value != parser.get_default(name):
-            chosen.add(name)
-    return chosen
-
-
-def with_dashes(message: str, parser: argparse.ArgumentParser) -> str:
+def with_dashes(message: str, parser: Parser) -> str:
     """Returns the message with `--` before the names of the parser's flags. Errors of a library name its arguments.
 
     Names without an underscore, such as "model", are words as well and stay as they are.
     """
-    names = [option[2:] for option in parser._option_string_actions if "_" in option]
+    names = [name for name in parser.actions if "_" in name]
     if not names:
         return message
 
@@ -466,7 +460,7 @@ def with_dashes(message: str, parser: argparse.ArgumentParser) -> str:
 
 
 @contextmanager
-def user_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
+def user_errors(parser: Parser) -> Iterator[None]:
     """Turns an error of the user, of values that are not finite, or of the storage into one paragraph and an exit code.
 
     An OSError without a number is none of the storage.

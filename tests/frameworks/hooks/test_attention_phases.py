@@ -17,6 +17,7 @@ from models_vit import PositionedEncoder
 from prmim import TokenCounts, TokenOrderSampler, addressed_noise
 from tests.conftest import read_photo, write_photo
 from tests.loops import SilentLog
+from tests.orders import draw_order
 from tests.runs import assert_same_state, pretrain, reports, state
 from tests.two_processes import run_in_two_processes
 from tests.warm import run_by_torchrun
@@ -213,7 +214,7 @@ def test_every_epoch_draws_by_the_newest_maps(photos, tmp_path, monkeypatch, num
                 array, _ = images.load(i)
                 boxes.append((i, transform.crop_box(array.shape[:2], epoch, i)))
             weights = AttentionMaps(files[epoch - 1], 4).token_weights(boxes)
-            expected = TokenOrderSampler(8, counts, "attention")(noise, weights=weights)
+            expected = draw_order(TokenOrderSampler(8, counts, "attention"), noise, weights)
         assert np.array_equal(found.numpy(), expected), step
 
 
@@ -355,12 +356,15 @@ def test_two_processes_draw_as_one(photos, tmp_path):
         ("--attention_start 3", "--attention_start 3 and --attention_every 1 leave none of 4 epochs"),
         ("--attention_start -1", "--attention_start must be at least 0, got -1"),
         ("--attention_every 0", "--attention_every must be at least 1, got 0"),
-        ("--model amt_vit_micro_patch4 --sampling furthest", "draws its tokens by attention: set --sampling attention"),
         ("--attention_crop whole", "invalid choice: 'whole'"),
     ],
 )
 def test_impossible_flags_are_refused(photos, tmp_path, capsys, flags, message):
     assert message in pretrain.refused(capsys, photos, tmp_path / "out", *FLAGS, *flags.split())
+
+
+def test_amt_needs_sampling_by_attention(photos, tmp_path, capsys):
+    assert "--sampling attention" in pretrain.refused(capsys, photos, tmp_path, "--model", "amt_vit_micro_patch4")
 
 
 def test_the_released_crop_gives_another_run(photos, tmp_path):

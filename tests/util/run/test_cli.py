@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import pwd
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 from util.run.cli import (
     Parser,
     describe_warmup,
-    flags_given,
+    early_value,
     parse_with_recipe,
     prepare_file,
     user_errors,
@@ -23,39 +22,15 @@ from util.run.cli import (
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_help_shows_each_default_once_and_long_choices_once(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    parser = Parser("x.py", description="What it does.\n\n    an example")
-    models = [f"model_{size}_patch16" for size in ("small", "base", "large", "huge")]
-    parser.add_argument("--model", default=models[1], choices=models, help="what to train")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--betas", type=float, nargs=2, default=[0.9, 0.95], help="betas of AdamW")
-    parser.add_argument("--share", default="50%", help="share in %%")
-    parser.add_argument("--lr", type=float, help="learning rate")
-    parser.add_argument("--workers", type=int, default=4, help="workers (default: one per core)")
-    parser.add_argument("--steps", nargs="*", default=())
-    lines = [" ".join(line.split()) for line in parser.format_help().splitlines()]
-    assert "an example" in lines
-    assert " ".join(lines).count(models[3]) == 1
-    for line in (
-        f"--model MODEL what to train (one of {', '.join(models)}; default: {models[1]})",
-        "--device {cpu,cuda} default: cpu",
-        "--betas BETAS BETAS betas of AdamW (default: 0.9 0.95)",
-        "--share SHARE share in % (default: 50%)",
-        "--lr LR learning rate",
-        "--workers WORKERS workers (default: one per core)",
-        "--steps [STEPS ...]",
-    ):
-        assert line in lines
-
-
 def many_flags():
     """A parser of 22 flags, of which three are everyday ones."""
     parser = Parser("x.py")
-    parser.add_argument("run", help="folder of the run")
+    parser.add_argument("run", nargs="?", default="here", help="folder of the run")
     data = parser.add_argument_group("data")
     data.add_argument("--data_path", everyday=True, default="data", help="root of the data; CIFAR is downloaded to it")
-    data.add_argument("--hflip", everyday=True, action=argparse.BooleanOptionalAction, default=True, help="mirror them")
+    data.add_argument(
+        "--hflip", everyday=True, action=argparse.BooleanOptionalAction, default=True, help="mirror 50 %%"
+    )
     rare = parser.add_argument_group("rare")
     for number in range(19):
         rare.add_argument(f"--rare_{number}", help="seldom used")
@@ -64,135 +39,97 @@ def many_flags():
     return parser
 
 
-def test_the_help_of_many_flags_shows_those_of_every_day_briefly(capsys):
+def test_help_shows_flags_of_every_day_briefly_and_help_all_all(capsys):
     with pytest.raises(SystemExit, match="0"):
         many_flags().parse_args(["--help"])
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines == [
-        "usage: x.py [flags] run",
-        "",
-        "positional arguments:",
-        "run folder of the run",
-        "",
-        "options:",
-        "-h, --help show this help message and exit",
-        "",
-        "data:",
-        "--data_path PATH root of the data (default: data)",
-        "--[no-]hflip mirror them (default: True)",
-        "",
-        "run:",
-        "--num_workers WORKERS workers",
-        "",
-        "`x.py --help_all` lists all 22 flags.",
-    ]
-
-
-def test_help_all_shows_every_flag_and_whole_texts(capsys):
-    parser = many_flags()
-    parser.format_help()  # which leaves the parser as it is
+    brief = " ".join(capsys.readouterr().out.split())
+    assert "--data_path PATH root of the data (default: data)" in brief
+    assert "mirror 50 % (default: True)" in brief
+    assert "--rare" not in brief
     with pytest.raises(SystemExit, match="0"):
-        parser.parse_args(["--help_all"])
-    help_text = " ".join(capsys.readouterr().out.split())
-    assert help_text.count("seldom used") == 19
-    assert "root of the data; CIFAR is downloaded to it (default: data)" in help_text
-    assert "workers (default: one per core)" in help_text
+        many_flags().parse_args(["--help_all"])
+    whole = " ".join(capsys.readouterr().out.split())
+    assert "root of the data; CIFAR is downloaded to it (default: data)" in whole
+    assert whole.count("seldom used") == 19
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "named"),
     [
-        ("--data_pth x", "unknown flag --data_pth; close to it: --data_path"),
-        ("--data_pth=x", "unknown flag --data_pth; close to it: --data_path"),
-        ("--workers 3", "unknown flag --workers; close to it: --num_workers"),
-        ("--wrkers 3 --xyz", "unknown flag --wrkers; close to it: --num_workers; unknown flag --xyz"),
-        ("more words", "unrecognized arguments: more words"),
-        ("--hflip False", "--hflip takes no value: give --no-hflip"),
-        ("--hflip=false", "--hflip takes no value: give --no-hflip"),
-        ("--hflip True", "--hflip takes no value: give --hflip"),
-        ("--no-hflip True", "--no-hflip takes no value: give --no-hflip"),
-        ("--no-hflip=False", "--no-hflip takes no value: give --hflip"),
+        ("--data_pth=x", "--data_path"),
+        ("--workers 3", "--num_workers"),
+        ("--data x", "--data_path"),  # no abbreviations: which ones are clear depends on the model
+        ("more words", "words"),
+        ("--hflip False", "False"),
+        ("--num_workers x", "--num_workers"),
     ],
 )
-def test_misspelt_flags_and_values_of_switches(flags, said, capsys):
+def test_misspelt_flags(flags, named, capsys):
     with pytest.raises(SystemExit, match="2"):
         many_flags().parse_args(["here", *flags.split()])
-    assert f"x.py: error: {said}\n" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flags", ["--data False", "--data_path=True", "--hf --data_path False", "--no-hflip"])
-def test_other_values_and_abbreviations_stay(flags):
-    args = many_flags().parse_args(["here", *flags.split()])
-    assert args.run == "here"
+    assert named in capsys.readouterr().err
 
 
 def make_parser():
     parser = Parser("main_x.py")
     parser.add_argument("run", nargs="?", default="here")
-    parser.add_argument("rest", nargs="*", default=["a"])
     parser.add_argument("--recipe")
     parser.add_argument("--output_dir", default="output/x")
-    parser.add_argument("--lr", "--learning_rate", type=float, dest="rate")
+    parser.add_argument("--rate", type=float)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--size", type=int, nargs="*", default=[32])
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False)
-    parser.add_argument("--size", type=int, nargs="+", default=[32])
-    parser.add_argument("--tag", action="append", default=["none"])
-    parser.add_argument("-v", action="count", default=0)
+    parser.add_argument("--tag", action="append")
+    parser.add_argument("--eval", action="store_true")
     parser.set_defaults(rate=0.5, hidden="value")
     return parser
 
 
+def test_the_command_wins_over_the_recipe_and_the_recipe_over_defaults():
+    parser = make_parser()
+    recipes = {"fast": {"epochs": 1, "rate": 2.0, "compile": True}}
+    words = ["--recipe", "fast", "--rate=0.5", "--no-compile", "--size", "--tag", "a", "--tag", "b"]
+    args = parse_with_recipe(parser, recipes, words)
+    given = {"recipe": "fast", "rate": 0.5, "compile": False, "size": [], "tag": ["a", "b"]}
+    assert {name: parser.given[name] for name in given} == given
+    assert not {"epochs", "output_dir", "eval", "hidden"} & parser.given.keys()
+    expected = {"run": "here", "output_dir": "output/x", "epochs": 1, "eval": False, "hidden": "value"}
+    assert vars(args) == given | expected
+    assert parser.flags_chosen() - {"run"} == given.keys() | {"epochs"}
+    assert parser.get_default("epochs") == 3
+
+
+def test_a_recipe_of_unknown_flags_is_refused():
+    with pytest.raises(SystemExit, match="2"):
+        parse_with_recipe(make_parser(), {"odd": {"depth": 3}}, ["--recipe", "odd"])
+
+
 @pytest.mark.parametrize(
-    ("argv", "expected"),
+    ("words", "value"),
     [
-        ("", set()),
-        ("there b c", set()),
-        ("--output_dir here", {"output_dir"}),
-        ("--output_dir=here", {"output_dir"}),
-        ("--out here", {"output_dir"}),
-        ("--out=here --ep=3", {"output_dir", "epochs"}),  # explicit, although it is the default
-        ("--lr 1", {"rate"}),
-        ("--learning=1", {"rate"}),
-        ("--no-compile", {"compile"}),
-        ("--size 8 16 --tag a --tag b -vv", {"size", "tag", "v"}),
-        ("--recipe fast", {"recipe"}),
+        (["--recipe", "a", "--recipe", "b"], "b"),
+        (["--recipe=a", "--recipes", "b"], "a"),
+        (["--other", "recipe"], None),
+        (["--recipe"], ""),
     ],
 )
-def test_flags_that_a_command_line_sets(argv, expected):
-    assert flags_given(make_parser(), argv.split()) == expected
+def test_a_value_is_found_before_the_flags_are_known(words, value):
+    assert early_value(words, "recipe") == value
 
 
 @pytest.mark.parametrize(
     ("word", "flag", "value"),
     [
         ("--output_dir=~/x", "output_dir", "/home/me/x"),
-        ("--output_dir=~", "output_dir", "/home/me"),
         ("~/x", "run", "/home/me/x"),
         ("LABEL=~/x", "run", "LABEL=/home/me/x"),
         ("./~/x", "run", "./~/x"),
-        ("~no~user/x", "run", "~no~user/x"),
-        ("a=b=~/x", "run", "a=b=~/x"),
     ],
 )
 def test_the_home_of_the_user_is_expanded(monkeypatch, word, flag, value):
     monkeypatch.setenv("HOME", "/home/me")
     args = make_parser().parse_args([word])
     assert getattr(args, flag) == value
-
-
-def test_asking_for_the_flags_leaves_the_parser_as_it_is():
-    parser = make_parser()
-    before = parser.parse_args([])
-    flags_given(parser, ["--epochs", "9", "--tag", "b"])
-    assert parser.parse_args([]) == before
-    assert before.tag == ["none"]
-
-
-def test_a_recipe_s_values_are_not_given():
-    parser = make_parser()
-    argv = ["--recipe", "fast", "--lr", "1"]
-    assert parse_with_recipe(parser, {"fast": {"epochs": 1}}, argv).epochs == 1
-    assert flags_given(parser, argv) == {"recipe", "rate"}
 
 
 def parse_schedule(flags, recipe=None):
@@ -214,31 +151,28 @@ LONG = {"epochs": 800, "warmup_epochs": 40}
 
 
 @pytest.mark.parametrize(
-    ("flags", "recipe", "warmups", "said"),
+    ("flags", "recipe", "warmups"),
     [
-        ("", None, (40, 50), "40 of warm-up"),
-        ("--epochs 101", None, (40, 50), "40 of warm-up"),
-        ("--epochs 40", None, (16, 50), "16 of warm-up (shortened from 40 of 100)"),
-        ("--epochs 10", None, (4, 50), "4 of warm-up (shortened from 40 of 100)"),
-        ("", LONG, (40, 50), "40 of warm-up"),
-        ("--epochs 1600", LONG, (40, 50), "40 of warm-up"),
-        ("--epochs 400", LONG, (40, 50), "40 of warm-up"),  # as the paper's own recipe
-        ("--epochs 300", LONG, (30, 50), "30 of warm-up (shortened from 40 of 800)"),
-        ("--epochs 40", LONG, (4, 50), "4 of warm-up (shortened from 40 of 800)"),
-        ("--epochs 39", LONG, (3.9, 50), "3.9 of warm-up (shortened from 40 of 800)"),
-        ("", {"epochs": 20}, (8, 50), "8 of warm-up (shortened from 40 of 100)"),  # the default warm-up
-        ("--epochs 50", {"warmup_epochs": 10}, (5, 50), "5 of warm-up (shortened from 10 of 100)"),
-        ("--num_iters 30", None, (40, 3), "40 of warm-up"),
-        ("--num_iters 499", None, (40, 49), "40 of warm-up"),
-        ("--epochs 50 --warmup_epochs 40", None, (40, 50), "40 of warm-up"),
-        ("--epochs 10 --warmup_epochs 40", LONG, (40, 50), "40 of warm-up"),  # which the checks of the flags refuse
+        ("", None, (40, 50)),
+        ("--epochs 101", None, (40, 50)),
+        ("--epochs 40", None, (16, 50)),
+        ("--epochs 1600", LONG, (40, 50)),
+        ("--epochs 400", LONG, (40, 50)),  # as the paper's own recipe
+        ("--epochs 300", LONG, (30, 50)),
+        ("--epochs 39", LONG, (3.9, 50)),
+        ("", {"epochs": 20}, (8, 50)),  # the default warm-up
+        ("--epochs 50", {"warmup_epochs": 10}, (5, 50)),
+        ("--num_iters 30", None, (40, 3)),
+        ("--num_iters 499", None, (40, 49)),
+        ("--epochs 50 --warmup_epochs 40", None, (40, 50)),
     ],
 )
-def test_a_warm_up_that_no_flag_gives_fits_into_a_shorter_schedule(flags, recipe, warmups, said):
+def test_a_warm_up_that_no_flag_gives_fits_into_a_shorter_schedule(flags, recipe, warmups):
     parser, args = parse_schedule(flags, recipe)
     assert (args.warmup_epochs, args.warmup_iters) == warmups
     assert isinstance(args.warmup_iters, int)
-    assert describe_warmup(parser, args, "warmup_epochs") == said
+    is_shortened = args.warmup_epochs < 40 and recipe != {"warmup_epochs": 10}
+    assert ("shortened from 40" in describe_warmup(parser, args, "warmup_epochs")) == is_shortened
 
 
 @pytest.mark.parametrize("recipe", [None, LONG])
@@ -254,7 +188,7 @@ def test_no_epoch_more_makes_the_warm_up_jump(recipe):
 def test_a_recipe_s_warm_up_of_more_than_half_of_the_schedule_must_be_typed(capsys):
     with pytest.raises(SystemExit, match="2"):
         parse_schedule("", {"epochs": 10, "warmup_epochs": 6})
-    assert "a warm-up of 6 is more than half of --epochs 10: give --warmup_epochs" in capsys.readouterr().err
+    assert "--warmup_epochs" in capsys.readouterr().err
     assert parse_schedule("--warmup_epochs 6", {"epochs": 10, "warmup_epochs": 6})[1].warmup_epochs == 6
     assert parse_schedule("", {"epochs": 10, "warmup_epochs": 5})[1].warmup_epochs == 5
 
@@ -267,11 +201,9 @@ MODELS = ["mae_tiny_patch16", "mae_small_patch16", "mae_base_patch16", "mae_larg
     [
         ("--model list", 0, "\n".join(MODELS)),
         ("--recipe list", 0, "fast\nslow1\nslow2\n"),
-        ("--model mae_bse_patch16", 2, "invalid choice: 'mae_bse_patch16'; close to it: mae_base_patch16, "),
-        ("--model base", 2, "invalid choice: 'base'; close to it: mae_base_patch16 (`--model list` names all)"),
-        ("--model resnet", 2, "invalid choice: 'resnet' (`--model list` names all)"),
-        ("--recipe slow", 2, "unknown recipe 'slow'; close to it: slow1, slow2 (`list` names all)"),
-        ("--recipe x", 2, "unknown recipe 'x' (`list` names all)"),
+        ("--model mae_bse_patch16", 2, "mae_base_patch16"),
+        ("--model resnet", 2, "--model list"),
+        ("--recipe slow", 2, "slow1, slow2"),
     ],
 )
 def test_names_of_models_and_recipes(argv, code, words, capsys):
@@ -286,41 +218,22 @@ def test_names_of_models_and_recipes(argv, code, words, capsys):
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("error", "code", "message"),
     [
-        (ValueError("first line\n    second line\n\nthird"), "first line second line third"),
-        (FileNotFoundError(2, "No such file or directory", "/no/where"), "'/no/where': No such file or directory"),
-        (OSError("the disk is gone"), "the disk is gone"),
+        (ValueError("first line\n    second line\n\nthird"), 2, "first line second line third"),
+        (FileNotFoundError(2, "No such file or directory", "/no/where"), 2, "/no/where"),
+        (OSError("the disk is gone"), 2, "the disk is gone"),
+        (PermissionError(13, "Permission denied", "/"), 2, "root"),
+        (FloatingPointError("not finite"), 3, "not finite"),
+        (OSError(28, "No space left on device", "out.pth"), 75, "out.pth"),  # which may pass
+        (OSError(5, "Input/output error"), 75, "Input/output error"),
     ],
 )
-def test_errors_of_users_are_one_paragraph(capsys, error, message):
+def test_errors_of_users_and_of_the_storage(capsys, error, code, message):
     with pytest.raises(SystemExit) as stop, user_errors(Parser("x.py")):
         raise error
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == f"x.py: error: {message}\n(`x.py --help_all` lists every flag)\n"
-
-
-def test_a_missing_permission_names_the_owner(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop, user_errors(Parser("x.py")):
-        raise PermissionError(13, "Permission denied", str(tmp_path))
-    assert stop.value.code == 2
-    owner = pwd.getpwuid(os.getuid()).pw_name
-    expected = f"{str(tmp_path)!r}: Permission denied ({str(tmp_path)!r} belongs to {owner}); ask for access, or give"
-    assert expected in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (OSError(28, "No space left on device", "out.pth"), "'out.pth': No space left on device"),
-        (OSError(5, "Input/output error"), "[Errno 5] Input/output error"),
-    ],
-)
-def test_errors_of_the_storage_may_pass(capsys, error, message):
-    with pytest.raises(SystemExit) as stop, user_errors(Parser("x.py")):
-        raise error
-    assert stop.value.code == 75
-    assert capsys.readouterr().err == f"x.py: error: {message}; start the same command again\n"
+    assert stop.value.code == code
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), KeyError("a bug"), KeyboardInterrupt()])
@@ -398,12 +311,9 @@ def test_why_a_path_cannot_be_written(tmp_path):
     prepare_file("--csv", tmp_path / "a" / "b" / "new.csv", [".csv"])
     assert (tmp_path / "a" / "b").is_dir()
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="^--csv .* it is a folder"):
-        prepare_file("--csv", tmp_path)
-    with pytest.raises(ValueError, match="^--csv .* the folder '.*/file/b' cannot be made"):
-        prepare_file("--csv", tmp_path / "file" / "b" / "new.csv")
-    with pytest.raises(ValueError, match="^--csv .*new.txt' must end in .csv or .md"):
-        prepare_file("--csv", tmp_path / "new.txt", [".csv", ".md"])
+    for path in (tmp_path, tmp_path / "file" / "b" / "new.csv", tmp_path / "new.txt"):
+        with pytest.raises(ValueError, match="^--csv"):
+            prepare_file("--csv", path, [".csv", ".md"])
 
 
 @pytest.mark.parametrize(
@@ -462,30 +372,27 @@ def numbers_parser():
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    "flags",
     [
-        ("--steps 0", "--steps must be at least 1, got 0"),
-        ("--share -1", "--share must be at least 0, got -1.0"),
-        ("--share 1.5", "--share must be at most 1, got 1.5"),
-        ("--norm 0", "--norm must be above 0, got 0.0"),
-        ("--norm inf", "--norm must be finite, got inf"),
-        ("--betas 0.9 nan", "--betas must be finite, got [0.9, nan]"),
-        ("--sides 4 0", "--sides must be at least 1, got [4, 0]"),
-        ("--rates 0.1 0.2 --rates 0.5 1", "--rates must be below 1, got [[0.1, 0.2], [0.5, 1.0]]"),
+        "--steps 0",
+        "--share -1",
+        "--share 1.5",
+        "--norm 0",
+        "--norm inf",
+        "--betas 0.9 nan",
+        "--sides 4 0",
+        "--rates 0.1 0.2 --rates 0.5 1",
     ],
 )
-def test_a_number_outside_the_bounds_of_its_flag_is_refused(flags, said, capsys):
+def test_a_number_outside_the_bounds_of_its_flag_is_refused(flags, capsys):
     with pytest.raises(SystemExit, match="2"):
         numbers_parser().parse_args(flags.split())
-    assert f"x.py: error: {said}\n" in capsys.readouterr().err
+    assert flags.split()[0] in capsys.readouterr().err
 
 
-def test_bounds_hold_for_the_values_of_a_recipe_too(capsys):
+def test_bounds_hold_for_the_values_of_a_recipe_too():
     parser = numbers_parser()
     assert parser.parse_args(["--steps", "1", "--share", "1", "--norm", "1e-9"]).steps == 1
-    assert parser.parse_args(["--sides", "1", "2"]).sides == [1, 2]
-    assert parser.parse_args(["--sides"]).sides == []
     parser.set_defaults(steps=0)  # as a recipe does
     with pytest.raises(SystemExit, match="2"):
         parser.parse_args([])
-    assert "--steps must be at least 1, got 0" in capsys.readouterr().err

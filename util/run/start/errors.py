@@ -1,6 +1,5 @@
 """How errors end a program: one paragraph on stderr and an exit code that says whether to start again."""
 
-import argparse
 import re
 import signal
 import threading
@@ -15,7 +14,7 @@ import torch
 
 from util import collectives
 from util.data.workers import SIGNALS
-from util.run.cli import TEMPORARY, die_of, with_dashes
+from util.run.cli import TEMPORARY, Parser, die_of, with_dashes
 from util.run.files.lock import remove_created
 from util.run.files.record import CheckpointError
 from util.run.processes import distributed
@@ -45,7 +44,7 @@ def message_of(error: Exception) -> str:
     return message
 
 
-def refuse(parser: argparse.ArgumentParser, error: Exception, advice: str = "") -> NoReturn:
+def refuse(parser: Parser, error: Exception, advice: str = "") -> NoReturn:
     """Ends the program with one paragraph and the error's `exit_code`. advice: the end of the paragraph."""
     if isinstance(error, PermissionError):
         advice = ""
@@ -54,7 +53,7 @@ def refuse(parser: argparse.ArgumentParser, error: Exception, advice: str = "") 
     parser.exit(exit_code(error), f"{parser.prog}: error: {message}{advice}\n")
 
 
-def describe_error(parser: argparse.ArgumentParser, error: Exception) -> str:
+def describe_error(parser: Parser, error: Exception) -> str:
     """Returns what an error of the user says, with the names of the parser's flags."""
     message = message_of(error)
     if isinstance(error, PermissionError):
@@ -117,7 +116,7 @@ class SetUp:
 
 
 @contextmanager
-def exit_on_setup_errors(parser: argparse.ArgumentParser) -> Iterator[SetUp]:
+def exit_on_setup_errors(parser: Parser) -> Iterator[SetUp]:
     """Before training, a ValueError is the user's error. The process leaves the process group and exits."""
     set_up = SetUp()
     try:

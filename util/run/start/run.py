@@ -21,7 +21,7 @@ from util.data.images import Images
 from util.data.invalid_pixels import InvalidPixels
 from util.data.open import data_settings
 from util.data.statistics import Statistics, choose_statistics
-from util.run.cli import Parser, flags_chosen
+from util.run.cli import Parser
 from util.run.files import checkpoint
 from util.run.files.record import CheckpointInfo, DataInfo, EncoderSource, RunInfo
 from util.run.processes.distributed import Process, may_compile
@@ -112,7 +112,7 @@ class Run:
                     resumed = read_resumed(start, plan.total_batch_size)
                     encoder, encoder_notes = find_first_weights(args, start, resumed, encoder_flag)
                     notes = [*notes, *encoder_notes]
-                    chosen = flags_chosen(parser, argv)
+                    chosen = parser.flags_chosen()
                     watchdog.begin_phase("images")
                     yield cls(
                         parser=parser,

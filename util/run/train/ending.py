@@ -1,12 +1,12 @@
 """How a run ends that needs no error message: at its last step, or after a signal."""
 
-import argparse
 import signal
 from typing import NoReturn
 
 from util.data.images import ImageError
 from util.data.loader import TooLittleMemory
 from util.data.workers import kill_workers
+from util.run.cli import Parser
 from util.run.files.reports import STATE, write_state
 from util.run.processes import distributed
 from util.run.processes.supervise import StopSignal, write_error_to_log
@@ -53,9 +53,7 @@ def describe_full_gpu(error: Exception, batch_size: int) -> ValueError:
     return ValueError(f"{cause}, in micro-batches of {count_of(batch_size, 'image')}: give {remedies}")
 
 
-def refuse_training_error(
-    parser: argparse.ArgumentParser, error: Exception, saver: CheckpointSaver, batch_size: int
-) -> NoReturn:
+def refuse_training_error(parser: Parser, error: Exception, saver: CheckpointSaver, batch_size: int) -> NoReturn:
     """Ends a training run after unreadable data, values that are not finite, an I/O error, or too little memory.
 
     Other errors are bugs and are raised. Rank 0 writes its error to log and run.json. The other ranks may hang in a

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from encoders.window_groups import group_tokens, group_windows
+from frameworks.window_groups import group_tokens, group_windows
 
 
 def best_sum(counts, limit):
