@@ -164,7 +164,7 @@ def test_an_exported_classifier_is_evaluated_as_the_run_is(bands, classifier, tm
 @pytest.mark.parametrize(
     ("program", "flags", "message"),
     [
-        (pretrain, [], "but the model takes 3 channels (--in_chans in training)"),
+        (pretrain, [], "but the model takes 3 channels (--in_chans"),
         (finetune, ["--in_chans", 5, "--aa", "rand-m9"], "--aa rand-m9 is for RGB images of 8 bits, the data has 5"),
     ],
 )
@@ -212,7 +212,7 @@ def test_a_trained_model_refuses_images_of_other_channels(bands, encoder, classi
         refused(capsys, visualize.main, encoder, "--images", labelled),
         refused(capsys, main_finetune.main, *evaluation(classifier, labelled)),
     ):
-        assert "has 3 channels of uint8, but the model takes 5 channels (--in_chans in training)" in said
+        assert "has 3 channels of uint8, but the model takes 5 channels (--in_chans" in said
     # Programs that take the channels from the model have no such flag.
     assert "unknown flag --in_chans\n" in refused(capsys, main_probe.main, *probing, "--in_chans", 3)
     said = refused(capsys, main_finetune.main, *evaluation(classifier, bands, "--in_chans", 4))

@@ -90,7 +90,7 @@ class HuggingFaceImages(EncodedImages):
         path = self.paths[i].as_py()
         if path is not None:
             return read_file(path)
-        raise ImageError(f"{self.path(i)!r} holds no image; replace or remove it")
+        raise ImageError(f"{self.path(i)!r} holds no image")
 
     def fingerprint(self) -> str:
         """Returns the SHA-256 of all names, labels and sizes in bytes: the same for one data set in all its formats."""

@@ -13,17 +13,18 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from PIL import TiffImagePlugin, UnidentifiedImageError
 
-from util.data.decode import PILLOW_ERRORS, has_16_bits, open_image
+from util.data.decode import PILLOW_ERRORS, open_image
 from util.data.folders import MissingSplit, find_samples, spelling
 from util.data.invalid_pixels import ALL_VALID, InvalidPixels
-from util.data.pixel_format import RGB8, FormatError, Header, PixelFormat, read_header, read_pixels
+from util.data.pixel_format import RGB8, Header, PixelFormat, read_header, read_pixels
 from util.lazy import LazyModule
 from util.text import count_of, describe_owner, shorten
 
@@ -80,12 +81,12 @@ def read_file(path: str) -> bytes:
 def unreadable(path: str, error: Exception) -> str:
     if isinstance(error, PermissionError):
         return f"{path!r} cannot be read: {error.strerror} ({describe_owner(path)}); ask for access"
-    return f"{path!r} is not a readable image ({error}); replace or remove it"
+    return f"{path!r} is not a readable image ({error})"
 
 
 def wanted_channels(in_chans: int) -> str:
     """Returns the end of a message about images of other channels than the model's."""
-    return f"the model takes {count_of(in_chans, 'channel')} (--in_chans in training)"
+    return f"the model takes {count_of(in_chans, 'channel')} (--in_chans, --mask_band, --bands)"
 
 
 class Images:
@@ -165,7 +166,6 @@ class EncodedImages(Images):
 
     num_checked = 1000  # headers that `check` reads
     num_decoded = 64  # of these, the images of floats that `check` decodes
-    num_examined = 16  # of these, the images in which `check` looks for what is lost as 8 bits
 
     def __init__(
         self,
@@ -201,8 +201,8 @@ class EncodedImages(Images):
         """Reads the headers of up to `num_checked` evenly spaced images, and finds out the `pixel_format`.
 
         ImageError if too many are no images. A single bad image is accepted, unless the fraction is 0 or no other is
-        good. ImageError, too, if formats differ, cannot be used or do not have `in_chans` channels, or if floats are
-        not finite. ValueError if they cannot have the value that marks invalid pixels.
+        good. ImageError, too, if formats differ or do not have `in_chans` channels, or if floats are not finite.
+        ValueError if they cannot have the value that marks invalid pixels.
         """
         checked = evenly_spaced(len(self), self.num_checked).tolist()
         problems: list[str] = []
@@ -212,20 +212,22 @@ class EncodedImages(Images):
         for i in checked:
             try:
                 pixels, size = self.read_header(i)
-            except FormatError as error:
-                raise ImageError(f"{self.path(i)!r} cannot be used: {error}") from error
             except ImageError as error:
                 problems.append(str(error))
                 continue
             good.append(i)
             sides.append(min(size))
-            if pixels not in formats:
-                formats[pixels] = i
+            formats.setdefault(pixels, i)
         self._refuse_bad(problems, len(checked), max_bad_fraction)
-        self.pixel_format = self.one_format(formats)
-        self.typical_side = sorted(sides)[len(sides) // 2]
-        self._note_lost(good)
+        for pixels, i in formats.items():
+            self._refuse_channels(i, pixels)
+        self.pixel_format, *others = formats
+        if others:
+            paths = " and ".join(repr(self.path(i)) for i in [*formats.values()][:2])
+            raise ImageError(f"{paths} have {self.pixel_format} and {others[0]}: all images need one format")
         self.invalid.check_type(self.pixel_format)
+        self.typical_side = sorted(sides)[len(sides) // 2]
+        self._note_loss(good[0])
         if self.pixel_format.is_float:
             step = math.ceil(len(good) / self.num_decoded)
             for i in good[::step]:
@@ -237,35 +239,30 @@ class EncodedImages(Images):
         For programs that name each image that they cannot read, and go on. large_format: returns the format of an image
         that is read in parts, or raises ImageError. ImageError if no image can be read.
         """
-        problem = f"{str(self.root)!r} holds no images"
+        problem: ImageError | None = None
         for i in range(len(self)):
-            is_whole = True
             try:
-                pixels, _ = self.read_header(i)
-            except (FormatError, ImageError) as error:
-                problem = f"no image can be used; the last one: {error}"
-                if large_format is None:
-                    continue
-                is_whole = False
                 try:
-                    pixels = large_format(i)
+                    pixels, _ = self.read_header(i)
                 except ImageError:
-                    continue
-            if pixels.channels != self.in_chans:
-                problem = f"no image can be used; the last one: {self._describe_other_channels(i, pixels, [])}"
+                    if large_format is None:
+                        raise
+                    pixels = large_format(i)
+                self._refuse_channels(i, pixels)
+            except ImageError as error:
+                problem = error
                 continue
             self.pixel_format = pixels
             self.invalid.check_type(pixels)
-            if is_whole:
-                self._note_lost([i])
+            self._note_loss(i)
             return
-        raise ImageError(problem)
+        raise ImageError(f"no image of {str(self.root)!r} can be used; the last one: {problem}")
 
     def read_header(self, i: int) -> Header:
-        """Returns format and size of image i. ImageError if it cannot be read, FormatError if such files are never."""
+        """Returns format and size of image i; ImageError if it cannot be read."""
         try:
             return self.header_of(self.source(i))
-        except (FormatError, ImageError):
+        except ImageError:
             raise
         except PILLOW_ERRORS as error:
             raise ImageError(unreadable(self.path(i), error)) from error
@@ -279,7 +276,7 @@ class EncodedImages(Images):
     def _refuse_bad(self, problems: Sequence[str], num_checked: int, max_bad_fraction: float) -> None:
         """ImageError if too many of the checked images have problems. It notes those that will be replaced."""
         message = f"{len(problems)} of {num_checked} checked images cannot be read"
-        listed = "; ".join(problems[:10])
+        listed = "; ".join(problems[:3])
         num_accepted = 0.0
         if max_bad_fraction:
             num_accepted = max(1, max_bad_fraction * num_checked)
@@ -290,83 +287,27 @@ class EncodedImages(Images):
         if problems:
             self.notes.append(f"warning: {message} and will be replaced: {listed}")
 
-    def one_format(self, formats: Mapping[PixelFormat, int]) -> PixelFormat:
-        """Returns the format of all images. ImageError names one that does not fit, or two that differ.
+    def _refuse_channels(self, i: int, pixels: PixelFormat) -> None:
+        """ImageError if image i has other channels than those that are wanted."""
+        if pixels.channels != self.in_chans:
+            raise ImageError(f"{self.path(i)!r} has {pixels}, but {wanted_channels(self.in_chans)}")
 
-        formats: those that were found, each with an image that has it.
-        """
-        fitting = [i for pixels, i in formats.items() if pixels.channels == self.in_chans]
-        for pixels, i in formats.items():
-            if pixels.channels != self.in_chans:
-                raise ImageError(self._describe_other_channels(i, pixels, fitting))
-        first, *others = formats
-        for other in others:
-            differing = f"{self.path(formats[first])!r} has {first}, but {self.path(formats[other])!r} has {other}"
-            raise ImageError(f"{differing}: all images need one format")
-        return first
-
-    def _describe_other_channels(self, i: int, pixels: PixelFormat, fitting: Sequence[int]) -> str:
-        """Returns the error that image i has `pixels` of other channels. fitting: images with those that are wanted."""
-        message = f"{self.path(i)!r} has {pixels}, but {wanted_channels(self.in_chans)}"
-        if fitting:
-            message += f", as {self.path(fitting[0])!r} has"
-        if fitting and pixels.channels < self.in_chans:
-            message += ": a band is missing; pre-training and fine-tuning have --bands for such files"
-        return message
-
-    def _note_lost(self, good: Sequence[int]) -> None:
-        """Notes the first of some images that holds more than images of 8 bits do, if they are read as such.
-
-        good: images that can be read. ImageError if --nodata would be compared with what is left of 16 bits.
-        """
-        if self.pixel_format.dtype != "uint8":
+    def _note_loss(self, i: int) -> None:
+        """Notes that images like i, which can be read, are made RGB of 8 bits and have more bits or bands."""
+        if self.pixel_format != RGB8:
             return
-        for place in evenly_spaced(len(good), self.num_examined).tolist():
-            i = good[place]
-            lost, advice = self.find_lost(i)
-            if not lost:
-                continue
-            reason = "Pillow reads its colours with 8 bits"
-            if self.becomes_rgb:
-                reason = "with 3 channels images become RGB of 8 bits"
-            note = f"{self.path(i)!r} has {' and '.join(lost)}, but {reason}{advice}"
-            if "16 bits" in lost and self.invalid.nodata is not None:
-                raise ImageError(f"--nodata {self.invalid.nodata} cannot be compared with 16 bits: {note}")
-            self.notes.append(f"warning: {note}")
-            return
-
-    @property
-    def becomes_rgb(self) -> bool:
-        """Whether files become RGB of 8 bits: not if flags give their bands a meaning."""
-        return self.pixel_format.is_rgb8 and self.invalid.to_rgb is None
-
-    def find_lost(self, i: int) -> tuple[list[str], str]:
-        """Returns what image i has that its image of 8 bits does not hold, and what to do about it."""
         data = self.read(i)
-        lost: list[str] = []
-        advice = ""
-        try:
-            with open_image(io.BytesIO(data)) as img:
-                is_tiff = isinstance(img, TiffImagePlugin.TiffImageFile)
-                is_rgb_tiff = is_tiff and self.becomes_rgb  # tifffile reads the others
-                bits = 8
-                if img.format == "PNG":
-                    bits = data[PNG_BITS]
-                elif is_rgb_tiff:
-                    bits = max(img.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (8,)))
-                if bits > 8 or has_16_bits(img):
-                    lost.append("16 bits")
-                    advice = ": store the images as .npy to keep 16 bits"
-                    if has_16_bits(img):
-                        advice = ": give --in_chans 1 to keep 16 bits"
-                if is_rgb_tiff:
-                    bands = img.tag_v2.get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
-                    if bands not in (1, 3) and img.mode != "CMYK":
-                        lost.append(f"{bands} bands")
-                        advice = f": give --in_chans {bands} to keep all bands"
-        except UnidentifiedImageError:  # an array, or a TIFF that tifffile reads as it is
-            return [], ""
-        return lost, advice
+        bits = 8
+        bands = 3
+        with suppress(UnidentifiedImageError), open_image(io.BytesIO(data)) as img:
+            if img.format == "PNG":
+                bits = data[PNG_BITS]
+            elif img.format == "TIFF":
+                bits = max(img.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (8,)))
+                bands = img.tag_v2.get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
+        if bits > 8 or bands > 3:
+            problem = f"{self.path(i)!r} has {max(8, bits)} bits and {bands} bands, and is read as RGB of 8 bits"
+            self.notes.append(f"warning: {problem}: see --in_chans")
 
     def source(self, i: int) -> str | io.BytesIO:
         """Returns image i in a form that Pillow opens."""
@@ -380,7 +321,7 @@ class EncodedImages(Images):
                 return self.invalid.read_pixels(data, self.pixel_format, self.use_pillow), label
             return read_pixels(data, self.pixel_format, self.use_pillow), label
         except PILLOW_ERRORS as error:
-            raise ImageError(f"{self.path(i)!r} cannot be decoded: {error}; replace or remove it") from error
+            raise ImageError(f"{self.path(i)!r} cannot be decoded: {error}") from error
 
 
 class ImageFiles(EncodedImages):

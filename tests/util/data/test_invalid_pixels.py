@@ -126,7 +126,7 @@ def test_bands_that_a_file_lacks_are_invalid(tmp_path, form):
     assert images.load(0)[0].dtype == np.uint16
     assert_loads(images, 1, expected)
     if form != "without options":  # without the flag nothing says which axis has the bands
-        with pytest.raises(ImageError, match="has 10 channels of uint16, but the model takes 13 .*have --bands for"):
+        with pytest.raises(ImageError, match="has 10 channels of uint16, but the model takes 13 .*--bands"):
             open_images("folder", tmp_path, in_chans=13)
 
 
@@ -224,7 +224,7 @@ def test_a_file_of_another_number_of_bands_or_type_is_named(tmp_path):
     array = pixels(5, "uint16")
     save_arrays(tmp_path, array, array, array, array[:, :, :4], pixels(5, "float32"))
     declared = InvalidPixels(0.0, bands=((0, 1, 2),))
-    with pytest.raises(ImageError, match="3.npy' cannot be used: it has 4 channels .* expect files of 5 or 3 bands"):
+    with pytest.raises(ImageError, match="3.npy.*it has 4 channels .* expect files of 5 or 3 bands"):
         open_images("folder", tmp_path, in_chans=5, invalid=declared)
     images = FolderImages(tmp_path, in_chans=5, invalid=declared)
     images.num_checked = 1
