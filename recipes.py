@@ -1,7 +1,7 @@
 """Every row of the paper's tables as named defaults of the flags: RECIPES of `main_pretrain.py` and FINETUNE_RECIPES of
 `main_finetune.py`.
 
-Published numbers are in `scripts/parts/paper_tables.py`. This project has not re-run these recipes. The comment on a
+Published numbers are in `docs/published.csv`. This project has not re-run these recipes. The comment on a
 group says where its settings come from: "Delving Deeper into Partial Reconstruction in Masked Image Modeling" (the
 paper), a release (the code or README of the framework's authors), or a judgement of this project. A recipe holds the
 settings that change results. Workers, devices and `--batch_size` per process are machine flags, except for GreenMIM.

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 8 downstream/segmentation/main_segmentation.py --recipe ade20k_upernet_vit_base \
         --data_path ADEChallengeData2016 --finetune output/prmim50_base
 
-Published numbers are in `scripts/parts/paper_tables.py`.
+Published numbers are in `docs/published.csv`.
 """
 
 Recipe = dict[str, object]  # {name of a flag: its default}

@@ -151,8 +151,6 @@ def parse(command: Command) -> None:
     if command.words[0] == "torchrun":
         torchrun_parser().parse_args(command.words[1:])
     program, arguments = found
-    if program == "scripts/reproduce_table.py" and "--" in arguments:  # what follows is torchrun's or the launcher's
-        arguments = arguments[: arguments.index("--")]
     args = parse_arguments(program, arguments)
     if program == "submitit_launch.py":
         parse_arguments(MAINS_OF_THE_LAUNCHER[args.main].replace(".", "/") + ".py", args.argv)

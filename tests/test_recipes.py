@@ -14,7 +14,7 @@ from frameworks.hooks.attention_phases import refresh_epochs
 from frameworks.registry import MODELS, build_model
 from main_pretrain import note_on_rate, parse_args
 from recipes import FINETUNE_RECIPES, RECIPES
-from scripts.parts.paper_tables import TABLES
+from scripts.reproduce_table import read_published
 from tests.gmac import forward_gmac
 from util.run.processes.distributed import Process
 from util.run.start.plan import make_plan
@@ -269,11 +269,9 @@ def test_multiply_adds_of_greenmim_by_hand(size, width):
 def models_of_the_paper_s_rows():
     """Returns the pairs (model of pre-training, model of fine-tuning) of all rows of the paper's tables."""
     pairs = set()
-    for table in TABLES.values():
-        for row in table.rows:
-            for recipe in row.finetune.values():
-                if recipe in FINETUNE_RECIPES:
-                    pairs.add((RECIPES[row.pretrain]["model"], FINETUNE_RECIPES[recipe]["model"]))
+    for row in read_published():
+        if row["pretrain"] in RECIPES and row["evaluate"] in FINETUNE_RECIPES:
+            pairs.add((RECIPES[row["pretrain"]]["model"], FINETUNE_RECIPES[row["evaluate"]]["model"]))
     return sorted(pairs)
 
 
