@@ -140,16 +140,11 @@ def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
     return order
 
 
-def steps_per_epoch(num_samples: int, total_batch: int, world_size: int = 1) -> int:
+def steps_per_epoch(num_samples: int, total_batch: int) -> int:
     """Returns the number of whole batches in an epoch; ValueError if there is none."""
     if num_samples < total_batch:
-        size = world_size
-        while 8 * size <= num_samples:  # at the end, an epoch has at least four batches of this size
-            size *= 2
-        raise ValueError(
-            f"the data set has {num_samples} images, fewer than one total batch of {total_batch}: give "
-            f"--total_batch_size {size} --batch_size {min(64, size // world_size)}, for example"
-        )
+        images = f"the data set has {num_samples} images"
+        raise ValueError(f"{images}, fewer than one total batch of {total_batch}: give a smaller --total_batch_size")
     return num_samples // total_batch
 
 

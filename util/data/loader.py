@@ -23,6 +23,7 @@ SHARED_MEMORY = "/dev/shm"
 PREFETCHED_BYTES = 2**32  # in batches that wait for one process
 MAX_AHEAD = 4  # batches per worker
 MAX_NAMED = 10  # bad images in one message
+ENLARGE = "give the container more shared memory (docker run --shm-size)"
 
 
 class LoaderError(OSError):
@@ -120,7 +121,7 @@ class Loader:
             if worker.exitcode == -signal.SIGBUS:
                 is_full = True
         if is_full:
-            return f"a DataLoader worker found no shared memory: {describe_shared_memory()}, or fewer --num_workers"
+            return f"a DataLoader worker found no space in {SHARED_MEMORY}: {ENLARGE}, or fewer --num_workers"
         # An exception that was raised inside a worker has the worker's traceback in its text.
         if "in pin memory thread" in text:  # it is the first to meet an error of the GPU
             return None
@@ -188,23 +189,10 @@ def check_space(batch_bytes: int, num_workers: int, num_batches: int) -> None:
     if needed <= free:
         return
     fitting = int(free / (processes * batch_bytes))
-    sizes = f"{count_of(processes, 'process')} x {count_of(num_workers, 'worker')} x {batch_bytes / 1e6:.1f} MB"
     raise TooLittleMemory(
-        f"{SHARED_MEMORY} has {free / 1e6:.1f} MB free, but one batch of each worker takes {needed / 1e6:.1f} MB "
-        f"({sizes}): {advise_size(2 * needed)}, or --num_workers {fitting}"
+        f"{SHARED_MEMORY} has {free / 1e6:.1f} MB free, but one batch of each worker takes {needed / 1e6:.1f} MB: "
+        f"{ENLARGE}, or --num_workers {fitting}"
     )
-
-
-def describe_shared_memory() -> str:
-    """Returns how full /dev/shm is, and how to enlarge it."""
-    usage = shutil.disk_usage(SHARED_MEMORY)
-    sizes = f"{usage.total / 1e6:.0f} MB, {usage.free / 1e6:.0f} MB of them free now"
-    return f"{SHARED_MEMORY} holds {sizes}; {advise_size(4 * usage.total)}"
-
-
-def advise_size(num_bytes: float) -> str:
-    """Returns how to give a container a little more than this much shared memory."""
-    return f"give the container more shared memory (docker run --shm-size={2 + int(num_bytes / 1e9)}g)"
 
 
 # --------------------------------------------------------------------------------------------------------- bad images

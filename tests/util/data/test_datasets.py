@@ -2,7 +2,6 @@ import hashlib
 import itertools
 import json
 import pickle
-import re
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from util.data.datasets import (
 )
 from util.data.images import CifarImages, FolderImages, evenly_spaced
 from util.data.open import open_images
-from util.run.start.plan import split_batch
 
 
 def test_bad_folders_are_named(tmp_path, photos):
@@ -157,19 +155,10 @@ def test_starting_later_skips_exactly():
     assert steps(accum_iter=2, start=13, end=24) == whole[2 * 13 :]
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 8])
-@pytest.mark.parametrize("num_images", [9, 40, 1000, 4000])
-def test_the_advice_for_too_few_images_can_be_followed(num_images, world_size):
-    with pytest.raises(ValueError) as raised:
-        steps_per_epoch(num_images, 4096, world_size)
-    advice = re.search(r"--total_batch_size (\d+) --batch_size (\d+)", str(raised.value))
-    total = int(advice[1])
-    batch = int(advice[2])
-    assert batch <= 64
-    assert split_batch(batch, None, total, world_size)[0] == batch
-    assert steps_per_epoch(num_images, total, world_size) >= 1
-    if total > world_size:  # the largest such batch of which an epoch has four
-        assert 4 * total <= num_images < 8 * total
+def test_too_few_images_for_one_batch():
+    with pytest.raises(ValueError, match="--total_batch_size"):
+        steps_per_epoch(9, 10)
+    assert steps_per_epoch(29, 10) == 2
 
 
 def write_inaturalist(root, split="val", year=2019, **changes):

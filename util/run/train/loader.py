@@ -29,7 +29,7 @@ class TrainLoader:
     @property
     def steps_per_epoch(self) -> int:
         """The number of whole batches in an epoch. ValueError if there is none."""
-        return steps_per_epoch(len(self.dataset), self.plan.total_batch_size, self.process.world_size)
+        return steps_per_epoch(len(self.dataset), self.plan.total_batch_size)
 
     @property
     def batch_bytes(self) -> int:
