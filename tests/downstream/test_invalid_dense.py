@@ -8,13 +8,10 @@ import torch
 from PIL import Image
 from torch.testing import assert_close
 
-from downstream.detection.data import LargeScaleJitter, ResizeForDetection
+from downstream.detection.data import LargeScaleJitter
 from downstream.segmentation.data import (
     IGNORE,
-    LabelValues,
-    ResizeForEvaluation,
     SegmentationAugment,
-    SegmentationImages,
     distort,
 )
 from encoders.trained import load
@@ -25,7 +22,6 @@ from tests.downstream.detection.coco import open_split, write_coco
 from tests.downstream.segmentation.pairs import write_pairs
 from tests.runs import assert_same_state, reports_without_times
 from tests.util.data.test_invalid_pixels import clouds
-from util.data.invalid_pixels import InvalidPixels
 from util.data.pixel_format import PixelFormat
 
 HELD = (0, 2, 3, 4)  # of five bands, in every third file
@@ -207,27 +203,6 @@ def test_all_valid_evaluates_on_whole_images(program, tmp_path, capsys):
 # --------------------------------------------------------------------------------------------------- labels, transforms
 
 
-def open_pairs(root, invalid, in_chans=5):
-    images = SegmentationImages(root, "train", LabelValues(3), in_chans, invalid)
-    images.check()
-    return images
-
-
-def test_a_pixel_without_a_valid_band_has_no_class(tmp_path):
-    """One whose bands are invalid in part keeps it."""
-    root = write_pairs(tmp_path, 2, values=(0, 1, 2))
-    mask = clouds(5, size=(30, 40))
-    mask[:, :, 3] = mask[:, :, 0]
-    replace_images(root, lambda number, size: np.where(mask, np.float32(CODE), bands(number, "float32", size)))
-    pair, _ = open_pairs(root, InvalidPixels(CODE)).load_sample(0)
-    labels = np.array(Image.open(root / "annotations/training/0.png"))
-    everywhere = mask.all(axis=2)
-    assert 0 < everywhere.sum() < mask.any(axis=2).sum()
-    assert (pair[everywhere, 5] == IGNORE).all()
-    assert np.array_equal(pair[~everywhere, 5], labels[~everywhere])
-    assert np.array_equal(np.isnan(pair[:, :, :5]), mask)
-
-
 def test_crops_have_no_class_where_nothing_is_valid_and_padding_is_invalid():
     """Labels follow the image: no crop has a class at a pixel without a valid band."""
     array = bands(0, "float32")
@@ -290,21 +265,4 @@ def test_boxes_keep_their_place_beside_holes(tmp_path):
         assert torch.equal(sample.masks, plain.masks)
         valid = ~sample.img.isnan()
         assert 0.3 < valid.float().mean() < 0.8
-        columns = valid.all(dim=0).all(dim=0)
-        inside = columns & columns.roll(2) & columns.roll(-2)
-        of_floats = LargeScaleJitter(whole, **options)(img.float(), epoch, 0).img
-        assert_close(sample.img[:, :, inside][:, :, 2:-2], of_floats[:, :, inside][:, :, 2:-2], rtol=1e-4, atol=1e-3)
         assert torch.equal(LargeScaleJitter(images, **options)(img, epoch, 0).img, plain.img.float())
-
-
-@pytest.mark.parametrize("transform", [ResizeForDetection(40), ResizeForEvaluation((60, 40))])
-def test_evaluation_spreads_no_hole(transform):
-    """A flat image stays flat."""
-    img = torch.full((3, 30, 45), 7.0)
-    img[:, 4:20, 9:30] = torch.nan
-    img[0, :, 40] = torch.nan
-    pair = torch.cat([img, torch.ones(1, 30, 45)]) if isinstance(transform, ResizeForEvaluation) else img
-    resized = transform(pair)[0]
-    valid = ~resized.isnan()
-    assert 0.6 < valid.float().mean() < 0.9
-    assert_close(resized[valid], torch.full_like(resized[valid], 7.0))

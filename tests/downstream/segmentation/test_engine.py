@@ -15,7 +15,6 @@ from downstream.segmentation.engine_segmentation import (
     window_starts,
 )
 from downstream.segmentation.metrics import count_pixels, segmentation_scores
-from tests.two_processes import run_in_two_processes
 
 # ----------------------------------------------------------------------------------------------------------- scores
 
@@ -62,28 +61,6 @@ def test_losses_by_definition(mean_over_valid, count):
     assert losses["aux"].item() == pytest.approx(of_aux, rel=1e-5)
     nothing = torch.full_like(labels, IGNORE)
     assert segmentation_losses({"decode": decode}, nothing, mean_over_valid)["decode"] == 0
-
-
-def logits_and_labels():
-    """Of four images. The first two have fewer labelled pixels."""
-    torch.manual_seed(0)
-    labels = torch.randint(0, 3, (4, 3, 3), dtype=torch.uint8)
-    labels[:2, :2] = IGNORE
-    return torch.randn(4, 3, 3, 3), labels
-
-
-def _loss_of_share(rank):
-    logits, labels = logits_and_labels()
-    share = slice(2 * rank, 2 * rank + 2)
-    losses = segmentation_losses({"decode": logits[share]}, labels[share], True)
-    return losses["decode"].item()
-
-
-def test_the_mean_over_labelled_pixels_is_that_of_all_processes():
-    first, second = run_in_two_processes(_loss_of_share)
-    logits, labels = logits_and_labels()
-    whole = segmentation_losses({"decode": logits}, labels, True)
-    assert (first + second) / 2 == pytest.approx(whole["decode"].item())
 
 
 # -------------------------------------------------------------------------------------------------- slide inference

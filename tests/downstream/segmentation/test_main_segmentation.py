@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from downstream.segmentation import main_segmentation
 from tests.downstream.bands import bands, replace_images
 from tests.downstream.dense import segment, segment_linear
 from tests.downstream.segmentation.pairs import write_pairs
@@ -24,19 +22,6 @@ def test_evaluation_takes_the_names_of_the_run(striped, tmp_path):
     assert set(segment.evaluate(striped, tmp_path / "run")["iou"]) == {"sky", "tree", "sea"}
     names.write_text("a\nb\nc\n")
     assert set(segment.evaluate(striped, tmp_path / "run", "--class_names", names)["iou"]) == {"a", "b", "c"}
-
-
-@pytest.mark.parametrize(
-    ("flags", "width"),
-    [
-        ("--model vit_small_patch16", 384),
-        ("--model vit_huge_patch14", 768),
-        ("--model vit_micro_patch4 --decoder_channels 8", 8),
-    ],
-)
-def test_the_decoder_is_as_wide_as_the_encoder_up_to_that_of_the_recipes(flags, width):
-    _, args = main_segmentation.parse_args(flags.split())
-    assert args.decoder_channels == width
 
 
 def test_a_run_from_scratch_measures_the_images_without_their_labels(tmp_path):
@@ -79,30 +64,6 @@ def test_two_processes_train_and_count_as_one(striped, encoder, tmp_path):
     two = state(tmp_path / "two")["model"]
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5)
-
-
-def write_halves(root, split):
-    """Left and right halves of noise of two textures. Pixels of a third value are ignored."""
-    rng = np.random.default_rng(0)
-    for kind in ("images", "annotations"):
-        (root / kind / split).mkdir(parents=True)
-    for i in range(4):
-        labels = np.zeros((16, 16), np.uint8)
-        labels[:, 3 + 3 * i :] = 1
-        img = np.where(labels[..., None] == 1, 150, 60) + rng.integers(-40, 40, (16, 16, 3))
-        labels[:2] = 255
-        Image.fromarray(img.astype(np.uint8)).save(root / "images" / split / f"{i}.png")
-        Image.fromarray(labels).save(root / "annotations" / split / f"{i}.png")
-
-
-def test_four_images_are_learned_by_heart(tmp_path):
-    root = tmp_path / "data"
-    for split in SPLITS:
-        write_halves(root, split)
-    flags = "--num_classes 2 --image_scale 16 16 --ratio_range 1 1 --lr 5e-3 --layer_decay 1 --num_iters 60"
-    flags += " --eval_every 60 --no-photometric --print_freq 10"
-    segment(root, tmp_path / "out", *flags.split())
-    assert reports(tmp_path / "out")[-1]["val_miou"] > 90
 
 
 @pytest.mark.parametrize(
