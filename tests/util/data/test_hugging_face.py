@@ -16,7 +16,6 @@ import torch
 from PIL import Image as Picture
 
 from prmim import MaskCollator, TokenCounts, TokenOrderSampler
-from scripts import visualize
 from tests import runs
 from tests.patches import StandIn
 from tests.runs import finetune
@@ -152,47 +151,6 @@ def test_the_fingerprint_is_that_of_names_labels_and_sizes_in_any_form(stored, p
     expected = hashlib.sha256(names.hexdigest().encode() + sizes.tobytes()).hexdigest()
     for path in stored.values():
         assert open_images("hf", path).fingerprint() == expected
-
-
-def replace_image(columns):
-    columns["image"][1]["bytes"] += b"more"
-
-
-def rename_image(columns):
-    columns["image"][1]["path"] = "other.png"
-
-
-def relabel(columns):
-    columns["label"][1] = 0
-
-
-def swap(columns):
-    for column in columns.values():
-        column[0], column[3] = column[3], column[0]
-
-
-def remove(columns):
-    for column in columns.values():
-        column.pop()
-
-
-def drop_paths(columns):
-    for row in columns["image"]:
-        row["path"] = None
-
-
-@pytest.mark.parametrize("with_paths", [True, False])
-@pytest.mark.parametrize("change", [replace_image, relabel, swap, remove, rename_image])
-def test_a_change_of_a_row_changes_the_fingerprint(tmp_path, change, with_paths):
-    before = png_columns()
-    after = png_columns()
-    if not with_paths:
-        drop_paths(before)
-        drop_paths(after)
-    change(after)
-    expected = open_images("hf", save(before, tmp_path / "before")).fingerprint()
-    assert open_images("hf", save(before, tmp_path / "again")).fingerprint() == expected
-    assert open_images("hf", save(after, tmp_path / "after")).fingerprint() != expected
 
 
 # ------------------------------------------------------------------------------------------ files of their own, damage
@@ -359,10 +317,8 @@ def cut_arrow(folder):
 @pytest.mark.parametrize(
     ("form", "change"),
     [
-        ("saved", lambda folder: shutil.rmtree(folder)),
-        ("flat", lambda folder: [path.unlink() for path in folder.iterdir()]),
+        ("saved", shutil.rmtree),
         ("flat", lambda folder: (folder / "train-0.parquet").write_text("no Parquet")),
-        ("saved", lambda folder: (folder / "state.json").write_text("{}")),
         ("saved", cut_arrow),
     ],
 )
@@ -487,10 +443,6 @@ def test_pre_training_resumes_and_equals_that_on_the_folder(photos, stored, hub,
     other = save(columns, tmp_path / "other")
     message = pretrain.refused(capsys, other, parts, *HF, "--max_steps", 5)
     assert f"--data_path was {stored['flat']} and now is {other}" in message
-    picture = tmp_path / "picture.png"
-    visualize.main([str(parts), "--out", str(picture), "--rows", "2", "--max_images", "4"])
-    assert "split train: " in capsys.readouterr().out
-    assert picture.exists()
 
 
 def test_fine_tuning_equals_that_on_the_folder(photos, stored, tmp_path):
@@ -501,8 +453,3 @@ def test_fine_tuning_equals_that_on_the_folder(photos, stored, tmp_path):
     assert_same_weights(ours, finetune(tmp_path / "data", tmp_path / "folder", *flags))
     assert ours["meta"]["classes"] == ["cat", "dog"]
     assert ours["meta"]["val_data"]["num_images"] == 24
-
-
-def test_the_output_does_not_lie_in_the_data(stored, capsys):
-    message = pretrain.refused(capsys, stored["flat"], stored["flat"] / "run", *HF)
-    assert "lies inside the image folder" in message

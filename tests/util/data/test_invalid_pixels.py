@@ -150,29 +150,6 @@ def test_files_of_three_bands_or_of_one_are_taken_as_they_are(tmp_path, form, ba
     assert_loads(images, 1, expected)
 
 
-def test_a_grey_picture_is_one_band_of_three(tmp_path):
-    complete = pixels(3, "uint8")
-    Image.fromarray(complete).save(tmp_path / "0.png")
-    Image.fromarray(complete[:, :, 1]).save(tmp_path / "1.png")
-    declared = InvalidPixels(bands=((1,),))
-    images = open_images("folder", tmp_path, in_chans=3, invalid=declared)
-    expected = np.full(complete.shape, np.nan, np.float32)
-    expected[:, :, 1] = complete[:, :, 1]
-    assert_loads(images, 0, complete)
-    assert_loads(images, 1, expected)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_two_channels_and_a_mask_are_no_rgb_image(tmp_path, form):
-    mask = clouds()
-    array = pixels(2, "uint16")
-    ending, write = FORMS[form]
-    with_mask = np.concatenate([array, ~mask], axis=2, dtype=np.uint16)
-    write(tmp_path / f"0{ending}", with_mask)
-    images = open_images("folder", tmp_path, in_chans=2, invalid=InvalidPixels(mask_band=-1))
-    assert_loads(images, 0, marked(array, mask))
-
-
 def test_all_marks_together_in_each_source(tmp_path):
     """A file that lacks a band, with a mask band and a code of its own, in a folder and a tar."""
     array = pixels(3, "uint16")
@@ -196,43 +173,38 @@ def test_all_marks_together_in_each_source(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("invalid", "message"),
+    ("invalid", "flag"),
     [
-        (InvalidPixels(70_000.0), "--nodata 70000 is no value of uint16: give an integer up to 65535"),
-        (InvalidPixels(float("nan")), "--nodata nan is no value of uint16"),
-        (InvalidPixels(0.5), "--nodata 0.5 is no value of uint16"),
-        (InvalidPixels(mask_band=6), "--mask_band must lie between 0 and 5, or be -1"),
-        (
-            InvalidPixels(mask_band=2),
-            "it has 5 channels of uint16; --in_chans, --mask_band and --bands expect files of 6 ",
-        ),
-        (InvalidPixels(bands=((0, 5),)), "--bands 0 5: give different channels from 0 to 4"),
-        (InvalidPixels(bands=((0, 0),)), "--bands 0 0: give different channels"),
-        (InvalidPixels(bands=((0, 1), (2, 3))), "--bands 2 3: files of 2 bands hold other channels already"),
-        (InvalidPixels(bands=((4, 3, 2, 1, 0),)), "--bands 4 3 2 1 0: files of 5 bands hold other channels already"),
-        (InvalidPixels(mask_band=2, bands=((0, 1),)), "--mask_band must be 0 or -1 with --bands"),
+        (InvalidPixels(70_000.0), "--nodata 70000"),
+        (InvalidPixels(float("nan")), "--nodata nan"),
+        (InvalidPixels(0.5), "--nodata 0.5"),
+        (InvalidPixels(mask_band=6), "--mask_band"),
+        (InvalidPixels(mask_band=2), "--mask_band"),  # a file of 5 bands has none
+        (InvalidPixels(bands=((0, 5),)), "--bands 0 5"),
+        (InvalidPixels(bands=((0, 0),)), "--bands 0 0"),
+        (InvalidPixels(bands=((0, 1), (2, 3))), "--bands 2 3"),
+        (InvalidPixels(bands=((4, 3, 2, 1, 0),)), "--bands 4 3 2 1 0"),
+        (InvalidPixels(mask_band=2, bands=((0, 1),)), "--mask_band"),
     ],
 )
-def test_flags_that_do_not_fit_are_refused(tmp_path, invalid, message):
+def test_flags_that_do_not_fit_are_refused(tmp_path, invalid, flag):
     save_arrays(tmp_path, pixels(5, "uint16"))
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=flag):
         open_images("folder", tmp_path, in_chans=5, invalid=invalid)
-    assert message in str(error.value)
 
 
 def test_a_file_of_another_number_of_bands_or_type_is_named(tmp_path):
     array = pixels(5, "uint16")
     save_arrays(tmp_path, array, array, array, array[:, :, :4], pixels(5, "float32"))
     declared = InvalidPixels(0.0, bands=((0, 1, 2),))
-    with pytest.raises(ImageError, match="3.npy.*it has 4 channels .* expect files of 5 or 3 bands"):
+    with pytest.raises(ImageError, match=r"3\.npy"):
         open_images("folder", tmp_path, in_chans=5, invalid=declared)
     images = FolderImages(tmp_path, in_chans=5, invalid=declared)
     images.num_checked = 1
     images.check()
-    with pytest.raises(ImageError, match="3.npy' cannot be decoded: it has 4 channels of uint16"):
-        images.load(3)
-    with pytest.raises(ImageError, match="4.npy' cannot be decoded: it has 5 channels of float32, other images have"):
-        images.load(4)
+    for i in (3, 4):
+        with pytest.raises(ImageError, match=rf"{i}\.npy"):
+            images.load(i)
 
 
 def test_data_sets_without_invalid_pixels_refuse_the_flags(tmp_path):
@@ -306,16 +278,6 @@ def test_pixels_of_a_crop_are_means_of_valid_pixels():
                     continue
                 mean = (weights * array[:, :, c]).sum() / share
                 assert found[c, i, j] == pytest.approx(mean, rel=1e-4, abs=0.5)
-
-
-@pytest.mark.parametrize("kind", TRANSFORMS)
-def test_a_flat_image_stays_flat_beside_invalid_pixels(kind):
-    array = np.full((*SIZE, 2), 5000, np.uint16)
-    img = tensor(marked(array, clouds(2)))
-    crop = transform_valid(TRANSFORMS[kind](), img, 1, 1)
-    valid = crop[~crop.isnan()]
-    assert len(valid) > 300
-    assert (valid / 5000 - 1).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("kind", TRANSFORMS)
@@ -396,12 +358,13 @@ def test_a_mark_that_no_measured_image_has_is_said(tmp_path, nodata, is_found):
     assert not (is_found and others)
 
 
-def test_an_error_counts_the_images_that_were_tried(tmp_path):
-    images = open_images("folder", save_arrays(tmp_path, *[pixels(4, "uint16")] * 3), in_chans=4)
-    for path in tmp_path.iterdir():
-        path.write_bytes(b"no image")
-    with pytest.raises(ValueError, match="none of 3 images of"):
-        measure_statistics(images)
+def test_a_mask_that_is_nowhere_0_is_said(tmp_path):
+    arrays = [pixels(5, "uint16", seed=i).clip(1) for i in range(3)]
+    declared = InvalidPixels(mask_band=-1)
+    for is_found in (False, True):
+        arrays[2][0, 0, -1] -= is_found * arrays[2][0, 0, -1]
+        images = open_images("folder", save_arrays(tmp_path, *arrays), in_chans=4, invalid=declared)
+        assert any("--mask_band -1" in note for note in measure_statistics(images).remarks) != is_found
 
 
 def test_a_band_without_valid_pixels_has_no_statistics(tmp_path):
