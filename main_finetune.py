@@ -5,6 +5,7 @@
     python main_finetune.py --recipe finetune_vit_base --trainable_blocks 2 --finetune ... # the last two blocks
     python main_finetune.py --recipe linprobe_vit_base --finetune ...                      # the head alone
     python main_finetune.py --eval --resume mae_finetuned_vit_base.pth --data_path IMAGENET
+    python main_finetune.py --eval --eval_set imagenet_c --resume output/finetune --data_path IN-C --output_dir OUT
 
 The same command again resumes the run at the step of its newest good checkpoint.
 """
@@ -20,24 +21,26 @@ from torch import nn
 from encoders import models_relative_vit, models_swin
 from encoders.classifiers import MODELS, build_classifier, plain_size
 from encoders.load import load_encoder
-from encoders.trained import load, note_on_view
+from encoders.trained import Trained, load, note_on_view
 from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util.accuracy import accuracy_text
 from util.data.datasets import AddressedDataset, stack
-from util.data.images import check_classes, match_splits, note_on_small_images
+from util.data.images import FolderImages, check_classes, match_splits, note_on_small_images
 from util.data.open import open_everywhere
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import Statistics, normalizer
 from util.data.transforms import FinetuneAugment, RandomResizedCropFlip, ResizeCenterCrop, with_vflip
+from util.evaluate import robustness
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.loop import EvalContext
-from util.evaluate.results import Evaluation
+from util.evaluate.results import RESULTS, EvaluatedModel, Evaluation
 from util.evaluate.session import Session, session_of_eval
 from util.lars import LARS
 from util.lazy import LazyModule
 from util.run.cli import FlagGroup, Parser, run_program
 from util.run.files.record import INVALID_SETTINGS, without_marks
+from util.run.processes.distributed import precision
 from util.run.start.flags import (
     add_all_valid_flag,
     add_data_flags,
@@ -48,6 +51,7 @@ from util.run.start.flags import (
     add_run_flags,
 )
 from util.run.start.plan import Plan, check_same, schedule_by_epochs
+from util.run.start.resume import find_encoder
 from util.run.start.run import Run, RunFacts
 from util.run.train.loader import TrainLoader
 from util.run.train.training import Training
@@ -78,6 +82,13 @@ def get_args_parser() -> Parser:
         action=boolean,
         default=False,
         help="only evaluate the classifier at --resume on --eval_split",
+    )
+
+    parser.add_argument(
+        "--eval_set",
+        choices=robustness.EVAL_SETS,
+        changes="nothing",
+        help="with --eval: --data_path is this published test set of ImageNet classifiers",
     )
 
     data = parser.add_argument_group("data")
@@ -256,8 +267,8 @@ def check_flags(args: argparse.Namespace, plan: Plan) -> None:
     batch_size = plan.batch_size
     if args.all_valid:
         raise ValueError("--all_valid is for --eval: fine-tuning takes all pixels as valid unless a flag marks some")
-    if args.eval_split != "val":
-        raise ValueError("--eval_split is for --eval: fine-tuning is evaluated on val/")
+    if args.eval_set or args.eval_split != "val":
+        raise ValueError("--eval_set and --eval_split are for --eval: fine-tuning is evaluated on val/")
     if args.clip_crop and (args.aa or args.color_jitter):
         raise ValueError(f"--clip_crop goes without --aa and --color_jitter, got {args.aa!r} and {args.color_jitter}")
     if (args.mixup or args.cutmix) and batch_size % 2:
@@ -459,6 +470,8 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
         settings = without_marks(settings)
     names = given.intersection(("model", "input_size", "patch_size", "in_chans", "nb_classes", "global_pool"))
     check_same(args, settings, names, f"the classifier at {args.resume!r}")
+    if args.eval_set is not None:
+        return evaluate_set(args, classifier, settings, session)
     view = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], args.loader == "reference")
     for name in given.intersection(INVALID_SETTINGS):
         settings[name] = getattr(args, name)
@@ -482,6 +495,65 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
         info.step,
     )
     return scores
+
+
+def evaluate_set(
+    args: argparse.Namespace, classifier: Trained, settings: Mapping[str, Any], session: Session
+) -> dict[str, float]:
+    """Evaluates a classifier of ImageNet on the test set --eval_set at --data_path and returns the result.
+
+    settings: those of the classifier, with the values of flags.
+    """
+    wnids = classifier.weights.info.classes or robustness.imagenet_wnids()
+    if settings["nb_classes"] != len(wnids) or settings["in_chans"] != RGB8.channels:
+        raise ValueError(f"--eval_set {args.eval_set} needs a classifier of ImageNet, and {args.resume!r} is none")
+    folders = collectives.run_on_rank0(lambda: robustness.find_folders(args.eval_set, args.data_path))
+    crop_pct = settings["crop_pct"]
+    if args.eval_set == "imagenet_c":  # whose images are cropped already: resizing would blur what is measured
+        crop_pct = 1.0
+    view = ResizeCenterCrop(settings["input_size"], crop_pct, args.loader == "reference")
+    context = session.make_context(args, normalizer(settings, RGB8), args.batch_size or 64)
+    model = classifier.model.to(context.device)
+
+    def score(folder: Path) -> dict[str, float]:
+        images = FolderImages(folder, labelled=True)
+        columns = robustness.find_columns(args.eval_set, images.classes, wnids)
+        return evaluate_images(model, images, view, context, columns)
+
+    session.print(*note_on_view(settings, args.resume))
+    if args.eval_set != "imagenet_c":
+        scores = score(folders[args.eval_set])
+        line = f"{args.eval_set}: {describe_scores(scores)}"
+        session.finish(Evaluation(scores), line, args.resume, classifier.weights.info.step)
+        return scores
+    return evaluate_corruptions(args, settings, session, folders, score)
+
+
+def evaluate_corruptions(
+    args: argparse.Namespace,
+    settings: Mapping[str, Any],
+    session: Session,
+    folders: Mapping[str, Path],
+    score: Callable[[Path], dict[str, float]],
+) -> dict[str, float]:
+    """Evaluates a classifier on the folders of ImageNet-C, with `score`. Each result is saved, and none is repeated."""
+    if session.output_dir is None:
+        raise ValueError("--eval_set imagenet_c takes hours and continues after a stop: give --output_dir")
+    weights = collectives.run_on_rank0(lambda: find_encoder(args.resume, False, "resume"))
+    assert weights is not None
+    protocol = {name: settings.get(name) for name in ("input_size", "mean", "std")}
+    protocol["precision"] = precision(args.precision, session.process.device).name
+    model = EvaluatedModel(weights.path, weights.sha256, protocol)
+    results = robustness.open_results(session.output_dir / RESULTS, model)
+    for name in results.missing(folders):
+        results.add(name, score(folders[name]))
+        session.print(f"{name}: {accuracy_text(results.parts[name])}")
+    figures = robustness.summarise(results.parts)
+    for corruption, error in figures["ce"].items():
+        session.print(f"{corruption:<18} CE {error:.2f} %, error {figures['errors'][corruption]:.2f} %")
+    session.print(f"mCE {figures['mce']:.2f} % (AlexNet's is 100), mean error {figures['mean_error']:.2f} %")
+    session.print(f"all scores: {results.path}")
+    return figures
 
 
 if __name__ == "__main__":

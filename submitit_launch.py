@@ -40,7 +40,6 @@ MAINS = {
     "main_pretrain": "main_pretrain",
     "main_finetune": "main_finetune",
     "main_probe": "downstream.probe.main_probe",
-    "main_robustness": "downstream.robustness.main_robustness",
     "main_segmentation": "downstream.segmentation.main_segmentation",
     "main_detection": "downstream.detection.main_detection",
 }

@@ -229,7 +229,7 @@ def test_a_stopped_run_asks_for_one_requeue(run_task, cluster, rank, code, reque
     ("name", "code", "note"),
     [
         ("main_pretrain", 75, None),
-        ("main_robustness", 75, None),
+        ("main_finetune", 75, None),
         ("main_probe", 2, "2\n"),
     ],
 )
@@ -334,14 +334,11 @@ def test_a_node_without_the_folder_of_the_submission_ends_the_job(tmp_path, caps
 @pytest.mark.parametrize("main", submitit_launch.MAINS)
 def test_the_folder_is_the_one_that_is_given(main, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    needed = []
-    if main == "main_robustness":
-        needed = ["--resume", "R"]
-    for flags in (["--output_dir", "X"], ["--output_dir=X"], ["--output_dir", "X"]):
-        args, folder = submitit_launch.parse_args(["--dry_run", main, *needed, *flags])
+    for flags in (["--output_dir", "X"], ["--output_dir=X"]):
+        args, folder = submitit_launch.parse_args(["--dry_run", main, *flags])
         assert folder == tmp_path / "X"
         assert args.argv[-2:] == ["--output_dir", str(tmp_path / "X")]
-    _, folder = submitit_launch.parse_args(["--dry_run", main, *needed])
+    _, folder = submitit_launch.parse_args(["--dry_run", main])
     assert folder.parent == tmp_path / "output"
     assert folder.name.startswith(f"{main}-2")
 

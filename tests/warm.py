@@ -26,7 +26,7 @@ def server():
     """Returns the multiprocessing context whose processes are forks of the server. One main imports the others."""
     context = mp.get_context("forkserver")
     lazy = ["timm.data", "timm.optim", "torch.utils.tensorboard"]  # LazyModules
-    context.set_forkserver_preload(["downstream.robustness.main_robustness", *lazy, "torch.distributed.run"])
+    context.set_forkserver_preload(["downstream.probe.main_probe", *lazy, "torch.distributed.run"])
     return context
 
 

@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 
 import submitit_launch  # noqa: F401
-from downstream.robustness import main_robustness  # noqa: F401  (imports all libraries before the forks)
+from downstream.probe import main_probe  # noqa: F401  (imports all libraries before the forks)
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [*ROOT.glob("scripts/*.py"), *ROOT.glob("tools/*.py")]
