@@ -13,6 +13,7 @@ The same command again resumes the run at the step of its newest good checkpoint
 import argparse
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from encoders.load import load_encoder
 from encoders.trained import Trained, load, note_on_view
 from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
+from util import collectives
 from util.accuracy import accuracy_text
 from util.data.datasets import AddressedDataset, stack
 from util.data.images import FolderImages, check_classes, match_splits, note_on_small_images

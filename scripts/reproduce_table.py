@@ -35,7 +35,6 @@ PROGRAMS = {
     "mff_inat": ("main_finetune.py", "INAT"),
     "": ("main_finetune.py", "IMAGENET"),
 }
-ROBUSTNESS = "downstream/robustness/main_robustness.py"
 Row = dict[str, str]
 
 
@@ -58,8 +57,9 @@ def commands_of(row: Row, root: Path) -> Iterator[list[str]]:
     command = [program, "--recipe", row["evaluate"], "--finetune", str(folder), "--data_path", f"${data}"]
     yield [*command, "--output_dir", str(tuned)]
     if row["measure"].startswith("imagenet_"):
-        test_set = [f"--{row['measure']}", f"${row['measure'].upper()}"]
-        yield [ROBUSTNESS, "--resume", str(tuned), *test_set, "--output_dir", str(tuned / "robustness")]
+        test_set = row["measure"]
+        command = ["main_finetune.py", "--eval", "--eval_set", test_set, "--resume", str(tuned)]
+        yield [*command, "--data_path", f"${test_set.upper()}", "--output_dir", str(tuned / test_set)]
 
 
 def quoted(word: str) -> str:
@@ -80,8 +80,10 @@ def measured(row: Row, rows: Sequence[Row], root: Path) -> Any:
         return counted.get(recipe, "")
     folder = root / row["pretrain"] / row["evaluate"]
     if row["measure"].startswith("imagenet_"):
-        scores = read_json(folder / "robustness" / "robustness.json").get("summary", {}).get(row["measure"], {})
-        return scores.get("mce", scores.get("top1", ""))
+        results = read_json(folder / row["measure"] / "results.json")
+        if row["measure"] == "imagenet_c":
+            return results.get("imagenet_c", {}).get("mce", "")
+        return results.get("last", {}).get("val_top1", "")
     if read_json(folder / STATE).get("state") != "finished":
         return ""
     return read_json(folder / "results.json").get("last", {}).get(f"val_{row['measure']}", "")
