@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Measures the cost of a step on this machine's GPU, in at most 14 minutes after the set-up: the compiled steps of
-# PR-MIM and of MAE as CUDA graphs with attention for short sequences, the same without graphs, and without both beside
-# Transformers' step and with the time of each kernel; the paper's cost tables of ViT-B and ViT-L; and the tests that
-# need a GPU. If a part fails, the others still run, and the exit code is 1. Tables are written after every
-# recipe and every round: a part that is cut by its limit, or by the end of a job, leaves the rounds so far. Five steps
-# are timed together, so that the host runs ahead as in training. These variables change what is measured:
+# PR-MIM and of MAE as CUDA graphs with attention for short sequences, the same without graphs, and without both; the
+# paper's cost tables of ViT-B and ViT-L; and the tests that need a GPU. If a part fails, the others still run, and the
+# exit code is 1. CSV files are written after every recipe and every round: a part that is cut by its limit, or by the
+# end of a job, leaves the rounds so far. Five steps are timed together, so that the host runs ahead as in training.
+# These variables change what is measured:
 #
 #     OUTPUT_DIR               folder of the tables (output/benchmark_gpu): a new one, or that of an earlier run
 #     BATCH_BASE, BATCH_LARGE  images per step (512 and 256, for a GPU with 80 GB)
@@ -38,7 +38,7 @@ if [ -n "$(ls -A "$output")" ] && [ ! -f "$output/environment.txt" ]; then
     exit 1
 fi
 # Remove the files of an earlier run.
-(cd "$output" && rm -rf environment.txt tests.txt cost_{base,large,graph,short,compiled}.{md,csv} kernels.csv end_to_end)
+(cd "$output" && rm -rf environment.txt tests.txt cost_{base,large,graph,short,compiled}.{md,csv} end_to_end)
 
 {
     date -u +%Y-%m-%d
@@ -51,14 +51,14 @@ cat "$output/environment.txt"
 status=0
 profile() { # profile NAME SECONDS BATCH [flags]
     timeout -k 5 "$2" python scripts/profile_pretrain.py "${@:4}" --batch_size "$3" --rounds "${ROUNDS:-10}" \
-        --steps 5 --device cuda --csv "$output/$1.csv" --markdown "$output/$1.md" ||
+        --steps 5 --device cuda --csv "$output/$1.csv" | tee "$output/$1.md" ||
         { echo "the cost table $1 failed" >&2 && status=1; }
 }
 # The fast step: compiled, in bfloat16. The row that is wanted most comes first.
 profile cost_graph 250 "${BATCH_BASE:-512}" {prmim50,mae}_vit_base_100ep --compile --attention short --cuda_graph
 profile cost_short 95 "${BATCH_BASE:-512}" {prmim50,mae}_vit_base_100ep --compile --attention short
 profile cost_compiled 130 "${BATCH_BASE:-512}" {prmim50,mae}_vit_base_100ep --compile \
-    --attention "${ATTENTION:-flash}" --peers transformers --kernels "$output/kernels.csv"
+    --attention "${ATTENTION:-flash}"
 profile cost_base 60 "${BATCH_BASE:-512}" mae_vit_base_100ep {plain,prmim}{25,50,65}_vit_base_100ep
 profile cost_large 80 "${BATCH_LARGE:-256}" {mae,plain50,prmim50}_vit_large_100ep
 timeout -k 5 195 python -m pytest -q -m gpu -p no:cacheprovider 2>&1 | tee "$output/tests.txt" || status=1

@@ -2,7 +2,6 @@
 
     python scripts/profile_pretrain.py mae_vit_base_100ep prmim50_vit_base_100ep
     python scripts/profile_pretrain.py mae_vit_base_100ep prmim50_vit_base_100ep --compile --batch_size 512 --csv c.csv
-    python scripts/profile_pretrain.py mae_vit_base_100ep --peers transformers --batch_size 512
 
 A step is that of main_pretrain.py (bytes to floats, forward, backward, gradient norm, AdamW) on one
 batch of random images. After its first steps each recipe is timed once, then all in turn. Columns:
@@ -13,20 +12,18 @@ peak_mb      most MB that the tensors of the step hold at once, on a GPU
 ms           median time of a step
 ..._ratio    the same, relative to the first recipe
 
---peers adds the step of another library's ViT-B, by its own code, in the same precision, with AdamW.
---kernels writes how long each kernel of a GPU takes in one step.
+`main_pretrain.py --profile STEP` traces operators and kernels of a run's steps.
 """
 
 import argparse
 import gc
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -47,13 +44,11 @@ from util.run.train.wrap import choose_attention, compile_parts
 from util.tables import markdown_table, write_csv
 
 Row = dict[str, Any]
-DIGITS = {"gmac": 3, "saved_mb": 1, "peak_mb": 1, "ms": 1}  # of the costs in the printed table
-COSTS = tuple(DIGITS)
+COSTS = ("gmac", "saved_mb", "peak_mb", "ms")
+TITLES = ["recipe", "throw_ratio", *(title for cost in COSTS for title in (cost, f"{cost}_ratio")), "images_per_second"]
 COLUMNS = ["recipe", "model", "throw_ratio", "parameters", *COSTS, "images_per_second"]
 COLUMNS += [*(f"{cost}_ratio" for cost in COSTS), "batch_size", "rounds", "device", "precision", "torch"]
 COLUMNS += ["attention", "compile", "cuda_graph", "steps"]
-PEERS = ("transformers",)
-KERNEL_COLUMNS = ["recipe", "kernel", "calls", "ms"]
 NEVER = 2**62  # steps: no report falls into a measurement
 
 
@@ -104,108 +99,36 @@ class Step:
 
         return costs.saved_bytes(forward)
 
-    def saved_mb(self) -> float:
-        """MB that autograd saves per image. The difference of two batches leaves out the weights, saved once."""
-        return (self.saved_bytes(4) - self.saved_bytes(2)) / 2e6
-
-
-class TransformersStep:
-    """The step of Transformers' MAE with ViT-B, with fused AdamW, on random normalised images."""
-
-    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        from transformers import ViTMAEConfig, ViTMAEForPreTraining
-
-        config = ViTMAEConfig(norm_pix_loss=True)
-        self.model = ViTMAEForPreTraining(config).to(device).train()
-        self.precision = precision(args.precision, device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.imgs = torch.randn(args.batch_size, 3, 224, 224, device=device)
-
-    def __call__(self) -> None:
-        """Runs one training step."""
-        with self.precision.autocast():
-            loss = self.model(self.imgs).loss
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-
-def measure_peer(args: argparse.Namespace, device: torch.device) -> tuple[Row, TransformersStep]:
-    """Returns (the row of Transformers' step without its time, the step, which has run)."""
-    held_by_others = 0
-    if device.type == "cuda":
-        held_by_others = torch.cuda.memory_allocated()
-    step = TransformersStep(args, device)
-    row: Row = dict.fromkeys(COLUMNS)
-    row["recipe"] = "Transformers' ViTMAEForPreTraining"
-    row["throw_ratio"] = 0.0
-    row["parameters"] = sum(p.numel() for p in step.model.parameters() if p.requires_grad) / 1e6
-    warm_up(row, step, 2, held_by_others, device)
-    describe(row, args, device, step.precision.name)
-    row["compile"] = False
-    row["cuda_graph"] = False
-    return row, step
-
-
-def warm_up(row: Row, step: Callable[[], None], number: int, held_by_others: int, device: torch.device) -> None:
-    """Makes the first steps, and measures the memory of the last of them. held_by_others: bytes on the device."""
-    for _ in range(number):  # makes the optimizer's state, and chooses kernels
-        step()
-    row["peak_mb"] = None
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        peak = torch.cuda.max_memory_allocated()
-        row["peak_mb"] = (peak - held_by_others) / 1e6
-
-
-def describe(row: Row, args: argparse.Namespace, device: torch.device, precision_name: str) -> None:
-    """Adds how a row is measured."""
-    for name in ("batch_size", "attention", "compile", "cuda_graph", "steps"):
-        row[name] = getattr(args, name)
-    row["precision"] = precision_name
-    row["device"] = costs.device_name(device)
-    row["torch"] = torch.__version__
-
 
 def measure(settings: dict[str, Any], args: argparse.Namespace, device: torch.device) -> tuple[Row, Step]:
     """Measures all but the time of one recipe. Returns (its row, its step, which has run)."""
     row: Row = {name: settings[name] for name in ("recipe", "model", "throw_ratio")}
+    for name in ("batch_size", "attention", "compile", "cuda_graph", "steps"):
+        row[name] = getattr(args, name)
+    row["device"] = costs.device_name(device)
+    row["torch"] = torch.__version__
     row["gmac"] = costs.forward_gmac(settings, build_model)[0]
     gc.collect()
     held_by_others = 0
     if device.type == "cuda":
         held_by_others = torch.cuda.memory_allocated()
     step = Step(settings, args, device)
+    row["precision"] = step.precision.name
     choose_attention(step.model, args.attention, step.precision.name, device, print)
     row["parameters"] = sum(p.numel() for p in step.model.parameters() if p.requires_grad) / 1e6
-    row["saved_mb"] = step.saved_mb()
+    row["saved_mb"] = (step.saved_bytes(4) - step.saved_bytes(2)) / 2e6  # without the weights, saved once
     if args.compile:
         compile_parts(step.model)
-    warm_up(row, step, WARM_UP - 1, held_by_others, device)
+    for _ in range(WARM_UP - 1):  # makes the optimizer's state, and chooses kernels
+        step()
+    row["peak_mb"] = None
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        row["peak_mb"] = (torch.cuda.max_memory_allocated() - held_by_others) / 1e6
     if args.cuda_graph:
         step()  # captures
-    describe(row, args, device, step.precision.name)
     return row, step
-
-
-def kernel_times(rows: Sequence[Row], steps: Sequence[Callable[[], None]]) -> list[Row]:
-    """Returns how long each kernel takes in one step of each recipe, the longest first."""
-    found = []
-    for row, step in zip(rows, steps, strict=True):
-        with profile(activities=[ProfilerActivity.CUDA]) as trace:
-            step()
-            torch.cuda.synchronize()
-        kernels = sorted(trace.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
-        for kernel in kernels:
-            row_of_kernel = {
-                "recipe": row["recipe"],
-                "kernel": kernel.key,
-                "calls": kernel.count,
-                "ms": kernel.self_device_time_total / 1e3,
-            }
-            found.append(row_of_kernel)
-    return found
 
 
 def add_times(rows: Sequence[Row], times: Sequence[Sequence[float]]) -> None:
@@ -222,35 +145,20 @@ def add_times(rows: Sequence[Row], times: Sequence[Sequence[float]]) -> None:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table, below a line that says how they were measured."""
-    titles = ["recipe", "ρ_d", "parameters, 10^6"]
-    for title in ("GMAC", "saved MB", "peak MB", "ms a step"):
-        titles += [title, "ratio"]
+    """Returns a table of the costs, without those that were not measured."""
+    titles = [title for title in TITLES if rows[0][title] is not None]
     lines = []
     for row in rows:
-        cells = [row["recipe"], row["throw_ratio"], f"{row['parameters']:.1f}"]
-        for cost in COSTS:
-            if row[cost] is None:
-                cells += ["–", "–"]
-            else:
-                cells += [f"{row[cost]:.{DIGITS[cost]}f}", f"{row[f'{cost}_ratio']:.3f}"]
-        lines.append([*cells, f"{row['images_per_second']:.1f}"])
-    how = "batch {batch_size}, {device}, {precision}, {rounds} x {steps} steps, torch {torch}, attention {attention}"
-    caption = how.format(**rows[0])
-    if rows[0]["compile"]:
-        caption += ", compiled"
-    if rows[0]["cuda_graph"]:
-        caption += ", as CUDA graphs"
-    return f"{caption}\n\n{markdown_table([*titles, 'images/s'], lines)}\n"
+        cells = [row[title] for title in titles]
+        lines.append([f"{cell:.4g}" if isinstance(cell, float) else cell for cell in cells])
+    return markdown_table(titles, lines)
 
 
-def write_tables(rows: Sequence[Row], times: Sequence[Sequence[float]], args: argparse.Namespace) -> None:
-    """Adds the times so far to the rows, and writes the files that the flags name."""
+def write_rows(rows: Sequence[Row], times: Sequence[Sequence[float]], path: Path | None) -> None:
+    """Adds the times so far to the rows, and writes the CSV file if there is a path."""
     add_times(rows, times)
-    if args.csv:
-        write_csv(args.csv, COLUMNS, rows)
-    if args.markdown:
-        args.markdown.write_text(markdown(rows), encoding="utf-8")
+    if path is not None:
+        write_csv(path, COLUMNS, rows)
 
 
 def get_parser() -> Parser:
@@ -270,10 +178,7 @@ def get_parser() -> Parser:
         default=False,
         help="launch the steps that are timed as CUDA graphs",
     )
-    flag("--peers", nargs="*", default=[], choices=PEERS, help="also time the steps of other libraries, eager")
-    flag("--kernels", type=Path, help="write the time of each of a GPU's kernels in a step to this CSV file")
     flag("--csv", type=Path, help="write unrounded numbers to this file, after each recipe and round")
-    flag("--markdown", type=Path, help="write the printed table to this file, after each recipe and round")
     return parser
 
 
@@ -286,42 +191,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     with user_errors(parser):
         if args.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda, but there is no CUDA device")
-        if args.device != "cuda" and (args.cuda_graph or args.kernels):
-            raise ValueError("--cuda_graph and --kernels need a GPU: leave them out")
+        if args.device != "cuda" and args.cuda_graph:
+            raise ValueError("--cuda_graph needs a GPU")
         prepare_file("--csv", args.csv)
-        prepare_file("--kernels", args.kernels)
-        prepare_file("--markdown", args.markdown)
     device = torch.device(args.device)
     prefer(args.attention, device)
     torch.backends.cudnn.benchmark = True  # as in main_pretrain.py
     rows: list[Row] = []
-    steps: list[Callable[[], None]] = []
+    steps: list[Step] = []
     times: list[list[float]] = []
     try:
-        for name in (*args.recipes, *args.peers):
+        for name in args.recipes:
             print(f"{name}: counts and first steps", flush=True)
-            step: Callable[[], None]
-            if name in PEERS:
-                row, step = measure_peer(args, device)
-            else:
-                _, flags = main_pretrain.parse_args(["--recipe", name])
-                row, step = measure(vars(flags), args, device)
+            _, flags = main_pretrain.parse_args(["--recipe", name])
+            row, step = measure(vars(flags), args, device)
             rows.append(row)
             steps.append(step)
             times.append([costs.seconds_of(step, device, args.steps)])
-            write_tables(rows, times, args)  # if the next recipe takes too long, this one has a row
-        if args.kernels:
-            write_csv(args.kernels, KERNEL_COLUMNS, kernel_times(rows, steps))
+            write_rows(rows, times, args.csv)  # if the next recipe takes too long, this one has a row
         for i in range(args.rounds - 1):
             for seconds, time in zip(times, costs.time_round(steps, device, i, args.steps), strict=True):
                 seconds.append(time)
-            write_tables(rows, times, args)
+            write_rows(rows, times, args.csv)
     except torch.cuda.OutOfMemoryError:
         parser.error(
             f"the GPU has too little memory for --batch_size {args.batch_size} and {len(args.recipes)} recipes, which "
             "are timed side by side: give fewer of either"
         )
-    print(f"\n{markdown(rows)}", end="")
+    print(f"\n{markdown(rows)}")
 
 
 if __name__ == "__main__":

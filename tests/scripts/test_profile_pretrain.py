@@ -1,70 +1,26 @@
 import csv
 import os
-import re
 import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 from scripts import profile_pretrain
-from scripts.profile_pretrain import Step, add_times, markdown
 from tests.runs import refused
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--batch_size", "2", "--rounds", "2", "--device", "cpu"]
 
 
-def test_saved_memory_of_an_image_is_that_of_its_activations():
-    """Weights do not count, because they are saved once per batch."""
-    args = profile_pretrain.get_parser().parse_args(["cifar10", *SMALL])
-    flags = ["--model", "mae_vit_micro_patch4"]
-    settings = vars(profile_pretrain.parse_with_recipe(profile_pretrain.get_args_parser(), {}, flags))
-    step = Step(settings, args, torch.device("cpu"))
-    assert step.saved_bytes(6) - step.saved_bytes(3) == pytest.approx(3e6 * step.saved_mb())
-    weights = sum(p.nbytes for p in step.model.parameters() if p.dim() > 1 and p.requires_grad)
-    assert step.saved_bytes(1) - 1e6 * step.saved_mb() > 0.8 * weights
-
-
-def row_of(recipe, throw_ratio, gmac, saved_mb):
-    """A row of the table before its times are there."""
-    return {
-        "recipe": recipe,
-        "throw_ratio": throw_ratio,
-        "gmac": gmac,
-        "saved_mb": saved_mb,
-        "peak_mb": None,
-        "parameters": 86,
-        "batch_size": 8,
-        "device": "cpu",
-        "precision": "fp32",
-        "torch": "2",
-        "attention": "auto",
-        "compile": True,
-        "cuda_graph": False,
-        "steps": 5,
-    }
-
-
-def test_times_are_medians_and_ratios_are_to_the_first_recipe():
-    rows = [row_of("mae", 0.0, gmac=8.0, saved_mb=40.0), row_of("prmim", 0.5, gmac=6.0, saved_mb=30.0)]
-    add_times(rows, [[0.1, 0.9, 0.2], [0.1, 0.1, 0.7]])
-    assert rows[0]["ms"] == 200
-    assert rows[1]["ms"] == 100
-    text = markdown(rows)
-    assert text.startswith("batch 8, cpu, fp32, 3 x 5 steps, torch 2, attention auto, compiled\n\n| recipe")
-    assert "| prmim | 0.5 | 86.0 | 6.000 | 0.750 | 30.0 | 0.750 | – | – | 100.0 | 0.500 | 80.0 |\n" in text
-
-
 def test_recipes_are_measured_side_by_side(tmp_path, capsys, monkeypatch):
     compiled = []
     monkeypatch.setattr(profile_pretrain, "compile_parts", compiled.append)
-    files = ["--csv", str(tmp_path / "cost.csv"), "--markdown", str(tmp_path / "cost.md")]
+    files = ["--csv", str(tmp_path / "cost.csv")]
     profile_pretrain.main(["cifar10_mae", "cifar10", "cifar10_tec", "cifar10_greenmim", *SMALL, "--compile", *files])
     assert len(compiled) == 4
-    assert capsys.readouterr().out.endswith((tmp_path / "cost.md").read_text())
+    assert "| cifar10_greenmim |" in capsys.readouterr().out
     with open(tmp_path / "cost.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
@@ -74,6 +30,7 @@ def test_recipes_are_measured_side_by_side(tmp_path, capsys, monkeypatch):
     mae, ours, _, _ = rows
     assert float(ours["gmac_ratio"]) == pytest.approx(float(ours["gmac"]) / float(mae["gmac"]))
     assert float(ours["saved_mb_ratio"]) < 0.9
+    assert float(ours["ms_ratio"]) == pytest.approx(float(ours["ms"]) / float(mae["ms"]))
 
 
 def test_a_recipe_has_its_row_before_the_next_one_is_measured(tmp_path, monkeypatch):
@@ -105,24 +62,9 @@ def test_peak_memory_is_that_of_a_step_without_the_other_recipes(tmp_path):
     assert third == pytest.approx(second, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("cifar11", "cifar11"),
-        ("cifar10 --csv /dev/null/a.csv", "--csv '/dev/null/a.csv' cannot be written"),
-    ],
-)
-def test_wrong_flags_are_refused(flags, message, capsys):
-    assert message in refused(capsys, profile_pretrain.main, *flags.split())
-
-
-def test_too_little_memory_says_what_to_do(monkeypatch, capsys):
-    def measure(*_):
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(profile_pretrain, "measure", measure)
-    error = refused(capsys, profile_pretrain.main, "cifar10", "cifar10_mae", "--batch_size", "96")
-    assert "--batch_size 96 and 2 recipes" in error
+@pytest.mark.parametrize("flags", ["cifar11", "cifar10 --csv /dev/null/a.csv", "cifar10 --device cpu --cuda_graph"])
+def test_user_errors(flags, capsys):
+    assert flags.split()[-1] in refused(capsys, profile_pretrain.main, *flags.split())
 
 
 def test_the_gpu_benchmark_refuses_without_a_gpu(tmp_path):
@@ -182,7 +124,7 @@ def test_the_gpu_benchmark_runs_to_its_end_whatever_fails(tmp_path, failing, mes
     assert "main_pretrain.py --recipe prmim50_vit_base_100ep --data_path photos" in done.stdout
     assert "-m gpu" in (tmp_path / "out/tests.txt").read_text()
     assert "GPU 0: stand-in" in (tmp_path / "out/environment.txt").read_text()
-    assert not (tmp_path / "out/cost_base.md").exists()  # the stand-in does not write it
+    assert "of an earlier run" not in (tmp_path / "out/cost_base.md").read_text()
     assert (tmp_path / "out/cost_mine.md").exists()
 
 
@@ -204,7 +146,6 @@ def test_the_gpu_benchmark_s_commands_are_understood(tmp_path, monkeypatch):
             args = profile_pretrain.get_parser().parse_args(flags)
             assert set(args.recipes) <= profile_pretrain.RECIPES.keys()
             assert args.csv
-            assert args.markdown
             assert args.steps == 5
             how = (args.compile, args.cuda_graph, args.attention)
             profiles.append((len(args.recipes), args.recipes[0], *how, args.batch_size))
@@ -215,20 +156,3 @@ def test_the_gpu_benchmark_s_commands_are_understood(tmp_path, monkeypatch):
         (7, "mae_vit_base_100ep", False, False, "auto", 512),
         (3, "mae_vit_large_100ep", False, False, "auto", 256),
     ]
-
-
-def test_the_gpu_benchmark_s_limits_are_those_it_promises():
-    """Each command gets 5 s to end. Two programs train on JPEGs."""
-    synthetic, jpegs = (ROOT / "scripts/benchmark_gpu.sh").read_text().split("# From JPEGs")
-    limit = re.compile(r"^ *(?:timeout -k 5|profile \w+) (\d+)", re.MULTILINE)
-    assert "in at most 14 minutes" in synthetic
-    assert sum(int(seconds) + 5 for seconds in limit.findall(synthetic)) <= 840
-    assert "3.5 minutes" in synthetic
-    assert 2 * sum(int(seconds) + 5 for seconds in limit.findall(jpegs)) == 210
-
-
-def test_the_gpu_benchmark_refuses_a_torch_without_cuda(tmp_path):
-    done = run_benchmark(tmp_path, "torch.cuda.is_available")
-    assert done.returncode == 1
-    assert "PyTorch cannot use it" in done.stderr
-    assert "-m gpu" not in done.stdout
