@@ -62,9 +62,9 @@ def detector(path: str | _Path) -> _nn.Module:
     return _load(path, "detection").model
 
 
-def _entry_point(name: str, factory: _Callable[..., _nn.Module]) -> _Callable[..., _nn.Module]:
+def _entry_point(name: str) -> _Callable[..., _nn.Module]:
     def build(pretrained: str | _Path | None = None, **kwargs: _Any) -> _nn.Module:
-        model = factory(**kwargs)
+        model = _MODELS[name](**kwargs)
         if pretrained is not None:
             print(_load_encoder(model, pretrained))
         return model
@@ -78,5 +78,5 @@ def _entry_point(name: str, factory: _Callable[..., _nn.Module]) -> _Callable[..
     return build
 
 
-for _name, _factory in _MODELS.items():
-    globals()[_name] = _entry_point(_name, _factory)
+for _name in _MODELS:
+    globals()[_name] = _entry_point(_name)

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from encoders import models_relative_vit, models_swin
 from encoders.classifiers import MODELS, build_classifier, plain_size
 from encoders.load import load_encoder
 from encoders.trained import Trained, load, note_on_view
@@ -275,7 +274,7 @@ def check_flags(args: argparse.Namespace, plan: Plan) -> None:
         raise ValueError(f"--clip_crop goes without --aa and --color_jitter, got {args.aa!r} and {args.color_jitter}")
     if (args.mixup or args.cutmix) and batch_size % 2:
         raise ValueError(f"mixup pairs the images of a batch, so --batch_size must be even, got {batch_size}")
-    if args.trainable_blocks == 0 and args.model in (*models_swin.__all__, *models_relative_vit.__all__):
+    if args.trainable_blocks == 0 and args.model.startswith(("swin_", "relative_vit_")):
         raise ValueError(
             f"--trainable_blocks 0, linear probing, reads a class token, which --model {args.model} does not offer: "
             "downstream/probe/main_probe.py probes its patch tokens"
@@ -378,7 +377,7 @@ def describe_model(
 ) -> RunFacts:
     """Returns what the checkpoints say about the model, beside the flags.
 
-    cls_token_is_folded: although --cls_token_mlp was given, the encoder had no such MLP. See `encoders.load.fit`.
+    cls_token_is_folded: although --cls_token_mlp was given, TEC's publication has none. See `load_encoder`.
     """
     is_folded = args.cls_token_mlp and isinstance(model.cls_token_mlp, nn.Identity)
     settings = {

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import monitor
-from encoders.load import load_encoder
+from encoders.load import load_blocks
 from engine_pretrain import train_one_epoch
 from framework import Flag, Framework, PixelFramework
 from frameworks.hooks.pictures import Pictures
@@ -358,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         for file in model.named_files().values():
             run.note(file.origin)
         run.note(*note_on_small_images(images, model.img_size))
-        run.load_encoder(partial(load_encoder, model, part="blocks"))
+        run.load_encoder(partial(load_blocks, model))
         optimizer = make_optimizer(model, args, run.plan.lr)
 
         augmentation = make_augmentation(args, model.img_size)

@@ -6,15 +6,28 @@ from typing import Any
 from torch import nn
 
 import models_vit
-from encoders import models_absolute_vit, models_relative_vit, models_swin
+from util.lazy import ByName
 from util.pos_embed import height_and_width
 
-ENCODERS = (models_vit, models_relative_vit, models_absolute_vit, models_swin)
-MODELS: dict[str, Any] = {}  # {name: factory}
-for _module in ENCODERS:
-    for _name in _module.__all__:
-        if _name.islower():
-            MODELS[_name] = getattr(_module, _name)
+NAMES = {
+    "models_vit": [name for name in models_vit.__all__ if name.islower()],
+    "encoders.models_relative_vit": [
+        "relative_vit_micro_patch4",
+        "relative_vit_mini_patch4",
+        "relative_vit_base_patch16",
+    ],
+    "encoders.models_absolute_vit": [
+        "absolute_vit_micro_patch4",
+        "absolute_vit_mini_patch4",
+        "absolute_vit_base_patch16",
+    ],
+    "encoders.models_swin": [
+        "swin_micro_patch4_window4",
+        "swin_base_patch4_window7",
+        "swin_large_patch4_window14",
+    ],
+}
+MODELS = ByName(NAMES)  # {name: factory}
 # Flags that only plain ViTs have, with their defaults.
 VIT_FLAGS = {"train_pos_embed": True, "cls_token_mlp": False, "num_cls_tokens": 1}
 
@@ -36,7 +49,7 @@ def build_classifier(settings: Mapping[str, Any]) -> nn.Module:
     for flag, default in VIT_FLAGS.items():
         if settings.get(flag, default) == default:
             continue
-        if settings["model"] not in models_vit.__all__:
+        if settings["model"] not in NAMES["models_vit"]:
             given = f"--{flag}" if settings[flag] else f"--no-{flag}"
             raise ValueError(f"{given} is for plain ViTs, but --model is {settings['model']}: leave it out")
         options[flag] = settings[flag]

@@ -1,43 +1,52 @@
-"""The kinds of encoders: their classes, and their size arguments, which are inferred from weights and settings."""
+"""The kinds of encoders: their classes, by name, and their size arguments, inferred from weights and settings.
 
+To add a kind, add a `Kind` and its sign to `find_kind`. Its module is imported when a file is of this kind.
+"""
+
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 import models_vit
-from encoders.models_absolute_vit import AbsoluteVisionTransformer, AbsoluteViTEncoder
-from encoders.models_relative_vit import RelativeVisionTransformer, RelativeViTEncoder
-from encoders.models_swin import SwinEncoder, SwinTransformer
 from encoders.names import Tensors
 from util.pos_embed import BIAS_TABLE, grid_from_settings
 
-# {(width, depth): (name of a factory of `models_vit`, its sizes)}
-VIT_FACTORIES: dict[tuple[int, int], tuple[str, dict[str, Any]]] = {}
+# {(width, depth): sizes of a factory of `models_vit`}
+VIT_SIZES: dict[tuple[int, int], dict[str, Any]] = {}
 for _name in models_vit.__all__:
     if _name.islower():
         _sizes = getattr(models_vit, _name).keywords
-        VIT_FACTORIES[_sizes["embed_dim"], _sizes["depth"]] = (_name, _sizes)
+        VIT_SIZES[_sizes["embed_dim"], _sizes["depth"]] = _sizes
 
 
 class Kind(NamedTuple):
     """A kind of encoder.
 
-    read_sizes: infers the size arguments of `encoder` from (weights under this project's names, settings of their run
-    or {}, name of their file for errors). ValueError if the weights are of another kind.
+    module, encoder, classifier: where its classes are, and their names. options: of the encoder's constructor.
+    read_sizes: infers the size arguments of the encoder from (weights under this project's names, settings of their
+    run or {}, name of their file for errors). ValueError if the weights are of another kind.
     """
 
     name: str  # in messages
-    encoder: Callable[..., nn.Module]
-    classifier: Callable[..., nn.Module]
+    module: str
+    encoder: str
+    classifier: str
     read_sizes: Callable[[Tensors, Mapping[str, Any], str], dict[str, Any]]
+    options: Mapping[str, Any] = {}
+
+    def make_encoder(self, **sizes: Any) -> nn.Module:
+        return getattr(importlib.import_module(self.module), self.encoder)(**self.options, **sizes)
+
+    def make_classifier(self, **options: Any) -> nn.Module:
+        return getattr(importlib.import_module(self.module), self.classifier)(**options)
 
 
 def read_sizes(weights: Tensors, settings: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Infers the sizes of a ViT with a position table. No weight shows the number of heads; see `find_factory`."""
+    """Infers the sizes of a ViT with a position table. Without settings, width and depth tell the number of heads."""
     kernel, table, cls_token, _, _ = need(
         weights,
         ["patch_embed.proj.weight", "pos_embed", "cls_token", "blocks.0.mlp.fc1.weight", "blocks.0.attn.qkv.weight"],
@@ -52,8 +61,11 @@ def read_sizes(weights: Tensors, settings: Mapping[str, Any], what: str) -> dict
     sizes["depth"] = count_blocks(weights)
     sizes["num_heads"] = settings.get("num_heads")
     if not sizes["num_heads"]:
-        _, factory_sizes = find_factory(sizes["embed_dim"], sizes["depth"], what)
-        sizes["num_heads"] = factory_sizes["num_heads"]
+        size = sizes["embed_dim"], sizes["depth"]
+        if size not in VIT_SIZES:
+            known = ", ".join(map(str, VIT_SIZES))
+            raise ValueError(f"{what} does not say its number of heads: (width, depth) is {size}, known are {known}")
+        sizes["num_heads"] = VIT_SIZES[size]["num_heads"]
     if num_cls_tokens > 1:
         sizes["num_cls_tokens"] = num_cls_tokens
     return sizes
@@ -74,15 +86,12 @@ def read_relative_sizes(weights: Tensors, settings: Mapping[str, Any], what: str
 def read_swin_sizes(weights: Tensors, settings: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Infers the sizes of a Swin Transformer of this project.
 
-    Raises ValueError for weights of other projects, because some files merge patches in another order than Swin.
+    Raises ValueError for weights of other projects, some of which merge patches in another order than Swin.
     """
     kernel, _ = need(weights, ("patch_embed.proj.weight", "layers.0.blocks.0.mlp.fc1.weight"), what)
     grid = grid_from_settings(settings, kernel.shape[2])
     if grid is None:
-        raise ValueError(
-            f"{what} holds a Swin Transformer without the settings of a run: its image size and the order of its "
-            "patch merging are unknown; give a checkpoint of this project"
-        )
+        raise ValueError(f"{what} holds a Swin Transformer and no settings: its image size is unknown")
     num_stages = count_modules(weights, "layers.")
     depths = [count_modules(weights, f"layers.{s}.blocks.") for s in range(num_stages)]
     tables = need(weights, [f"layers.{s}.blocks.0.attn.{BIAS_TABLE}" for s in range(num_stages)], what)
@@ -139,23 +148,23 @@ def read_grid(settings: Mapping[str, Any], patch_size: int, num_tokens: int, wha
     return side, side
 
 
-def find_factory(embed_dim: int, depth: int, what: str) -> tuple[str, dict[str, Any]]:
-    """Returns (name, sizes) of the factory of `models_vit` with this width and depth.
-
-    Raises ValueError, with `what` as the name of the file, if there is none.
-    """
-    if (embed_dim, depth) not in VIT_FACTORIES:
-        known = ", ".join(map(str, VIT_FACTORIES))
-        sizes = f"width {embed_dim} and depth {depth}; known (width, depth): {known}"
-        raise ValueError(f"{what} does not say its number of heads, and none is known for {sizes}")
-    return VIT_FACTORIES[embed_dim, depth]
-
-
-PLAIN = Kind("a plain ViT", models_vit.ViTEncoder, models_vit.VisionTransformer, read_sizes)
-_RELATIVE = partial(RelativeViTEncoder, shared_bias=False)
-RELATIVE = Kind("a ViT with relative positions", _RELATIVE, RelativeVisionTransformer, read_relative_sizes)
-ABSOLUTE = Kind("SimMIM's ViT with absolute positions", AbsoluteViTEncoder, AbsoluteVisionTransformer, read_sizes)
-SWIN = Kind("a Swin Transformer", SwinEncoder, SwinTransformer, read_swin_sizes)
+PLAIN = Kind("a plain ViT", "models_vit", "ViTEncoder", "VisionTransformer", read_sizes)
+RELATIVE = Kind(
+    "a ViT with relative positions",
+    "encoders.models_relative_vit",
+    "RelativeViTEncoder",
+    "RelativeVisionTransformer",
+    read_relative_sizes,
+    options={"shared_bias": False},
+)
+ABSOLUTE = Kind(
+    "SimMIM's ViT with absolute positions",
+    "encoders.models_absolute_vit",
+    "AbsoluteViTEncoder",
+    "AbsoluteVisionTransformer",
+    read_sizes,
+)
+SWIN = Kind("a Swin Transformer", "encoders.models_swin", "SwinEncoder", "SwinTransformer", read_swin_sizes)
 
 
 def find_kind(weights: Mapping[str, Any]) -> Kind:

@@ -4,19 +4,22 @@
 
     print(load_encoder(model, "mae_pretrain_vit_base.pth"))  # a file of any origin, or the folder of a run
 
-`encoders.names` has the key names of each origin, `encoders.kinds` the kinds of encoders, `encoders.resize` what
-adapts tensors to the model's size. A model may define
+`load_all`, `load_encoder` and `load_blocks` differ in what must match. `encoders.names` has the key names of each
+origin, `encoders.kinds` the kinds of encoders, `encoders.resize` what adapts tensors to the model's size. A model may
+define
 
 new_keys: endings of its parameters that pre-training does not have.
 unused_keys: beginnings of an encoder's parameters that it does not use.
 adapt_weights(tensors): returns the weights under names of its own.
+
+Errors are CheckpointErrors, which are ValueErrors and name the file; FloatingPointError if a weight is not finite.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -38,8 +41,6 @@ from util.pos_embed import BIAS_TABLE, grid_from_settings, height_and_width
 from util.run.files import checkpoint, search, strict
 from util.run.files.record import CheckpointError, CheckpointInfo
 from util.text import shorten
-
-Part = Literal["all", "encoder", "blocks"]
 
 # Beginnings of an encoder's keys. Weights with such a key that the model lacks are those of another network. Positions
 # may be a table or biases, and a classifier with mean pooling has another final norm: PATCH_KEYS are the others.
@@ -99,25 +100,11 @@ class Weights:
         """Type, mean and std of the images, None where unknown."""
         return self.info.pixel_settings
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether it is the model of a dense task: `downstream.encoders` has its encoder."""
-        run = self.info.run
-        return run is not None and run.program in DENSE_PROGRAMS
-
     def refuse_dense(self) -> None:
-        """Raises CheckpointError for the model of a dense task, whose encoder is of no kind."""
+        """Raises CheckpointError for the model of a dense task, whose encoder has positions in each block."""
         run = self.info.run
-        if run is None or not self.is_dense:
-            return
-        message = (
-            f"{self.what} is a model of {run.program}, which evaluates it (--eval --resume) and starts other runs "
-            "from it (--finetune). Its encoder has positions in each block: scripts/export.py writes it as a "
-            "folder for timm, and torch.hub's 'encoder' loads it"
-        )
-        if run.encoder is not None:
-            message += f". The encoder that it started from: {run.encoder.path}"
-        raise CheckpointError(message)
+        if run is not None and run.program in DENSE_PROGRAMS:
+            raise CheckpointError(f"{self.what} is a model of {run.program}: give the encoder that it started from")
 
     @cached_property
     def kind(self) -> Kind:
@@ -132,12 +119,12 @@ class Weights:
 
 
 class LoadReport(NamedTuple):
-    """What `fit` did with the keys of the file and of the model."""
+    """What became of the keys of the file and of the model."""
 
     loaded: list[str]
-    resized: list[str]
-    missing: list[str]
-    unexpected: list[str]
+    resized: Sequence[str] = ()
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
     remarks: Sequence[str] = ()
 
     def __str__(self) -> str:
@@ -179,21 +166,80 @@ def read(path: str | Path) -> Weights:
 # --------------------------------------------------------------------------------------------------------------- load
 
 
+def load_all(model: nn.Module, weights: Weights) -> LoadReport:
+    """Loads every key of the file, which must be those of the model, without resizing."""
+    tensors, remarks = _rename_for(model, weights)
+    strict.load_strict(model, tensors, f"the weights in {weights.what}")
+    return LoadReport(list(tensors), remarks=remarks)
+
+
 def load_encoder(
     model: nn.Module,
-    path: str | Path,
-    part: Part = "encoder",
+    source: str | Path | Weights,
     classes: Sequence[str] | None = None,
     first_release_merging: bool = False,
 ) -> LoadReport:
-    """Loads the weights at `path` into `model`, see `read` and `fit`.
+    """Loads an encoder, and a head if it fits, into an encoder or a classifier.
 
+    source: see `read`, or what it has returned.
+    classes: names of the model's classes, in order. A head of other classes is left out.
     first_release_merging: re-index the patch merging of GreenMIM's public files.
+
+    All keys of the model must be in the file but `head`, `fc_norm`, its `new_keys` and the final norm, which starts
+    with weight 1 and bias 0 then: CrossMAE's encoders and TEC's published ones have none. Each part of the file's
+    encoder must be in the model.
+
+    Position tables of another grid are resized bicubically, with the class rows kept, and tables of relative-position
+    biases by a spline. A bias table that all blocks share is copied into each block. A patch embedding of 3 channels is
+    adapted to other channels by timm's rule: it is repeated and divided by the growth of their number, or summed for
+    one channel. The MLP on TEC's class token is folded into the token, unless the model has such an MLP. In TEC's
+    published files it is folded already: the model then loses its MLP.
     """
-    weights = read(path)
+    weights = _opened(source)
     if first_release_merging:
         weights = replace(weights, raw=swap_merging(weights.raw))
-    return fit(model, weights, part, classes)
+    fitted = _fit(model, weights)
+    objection = _object_to_head(weights, fitted, model, classes)
+    if objection:
+        fitted.remarks.append(f"the head is not loaded: {objection}")
+        fitted = fitted._replace(fitting=drop_prefix(fitted.fitting, "head."))
+    missing = fitted.list_missing(model)
+    optional = ("head.", "fc_norm.", "norm.")
+    required = [key for key in missing if not key.startswith(optional)]
+    required = [key for key in required if not key.endswith(getattr(model, "new_keys", ()))]
+    prefixes: tuple[str, ...] = ENCODER_KEYS
+    if hasattr(model, "head"):  # the final norm and the positions of a classifier may be others
+        prefixes = PATCH_KEYS
+    if not hasattr(model, "pos_embed"):
+        prefixes = (*prefixes, "pos_embed")  # learnt with the encoder
+    report = _put(model, weights, fitted, required, prefixes)
+    if "norm.weight" in missing:
+        model.norm.reset_parameters()
+        fitted.remarks.append("the file holds no final norm: norm starts with weight 1 and bias 0")
+    return report
+
+
+def load_blocks(model: nn.Module, source: str | Path | Weights) -> LoadReport:
+    """Loads the start of another pre-training: patch embedding, class token and blocks must match.
+
+    All else, a decoder, for example, is loaded where names and shapes fit. Tensors are fitted as in `load_encoder`.
+    """
+    weights = _opened(source)
+    fitted = _fit(model, weights)
+    size = weights.settings.get("input_size")
+    has_other_grid = "pos_embed" in fitted.resized
+    if size and height_and_width(size) != tuple(model.img_size):
+        has_other_grid = True
+    model_state = model.state_dict()
+    fitting = {}
+    for key, value in fitted.fitting.items():
+        # Tables of decoders may have as many tokens, in other places.
+        is_misplaced = has_other_grid and key.endswith(".pos_embed")
+        if _is_of_blocks(key) or (value.shape == model_state[key].shape and not is_misplaced):
+            fitting[key] = value
+    fitted = fitted._replace(fitting=fitting)
+    required = [key for key in fitted.list_missing(model) if _is_of_blocks(key)]
+    return _put(model, weights, fitted, required, PATCH_KEYS)
 
 
 def build(weights: Weights, with_head: bool = True, **sizes: Any) -> tuple[nn.Module, LoadReport]:
@@ -207,23 +253,22 @@ def build(weights: Weights, with_head: bool = True, **sizes: Any) -> tuple[nn.Mo
     kind = weights.kind
     tensors = weights.tensors
     sizes = {**weights.sizes, **sizes}
-    part: Part
+    model: nn.Module
     if with_head and weights.num_classes is not None:
-        part = "all"
         pools_mean = kind is SWIN or "fc_norm.weight" in tensors
-        model = kind.classifier(
+        model = kind.make_classifier(
             num_classes=weights.num_classes,
             global_pool="avg" if pools_mean else "token",
             probe="head.1.weight" in tensors,
             **sizes,
         )
-    else:
-        part = "encoder"
-        model = kind.encoder(**sizes)
-        if not with_head and "norm.weight" not in tensors:
-            model.norm = nn.Identity()
+        set_norm_eps(model, weights)
+        return model.eval(), load_all(model, weights)
+    model = kind.make_encoder(**sizes)
+    if not with_head and "norm.weight" not in tensors:
+        model.norm = nn.Identity()
     set_norm_eps(model, weights)
-    report = fit(model, weights, part)
+    report = load_encoder(model, weights)
     return model.eval(), report
 
 
@@ -237,122 +282,71 @@ def set_norm_eps(model: nn.Module, weights: Weights) -> None:
             module.eps = stored
 
 
-def fit(model: nn.Module, weights: Weights, part: Part = "encoder", classes: Sequence[str] | None = None) -> LoadReport:
-    """Loads `weights` into `model`, and reports what was loaded, resized, missing and not used.
+# ------------------------------------------------------------------------------------------------------ what is shared
 
-    part: what must match.
-        "all": every key of file and model, without resizing.
-        "encoder": all keys of the model but `head`, `fc_norm` and its `new_keys`, and each part of an encoder in the
-            file. Encoders of CrossMAE and TEC's published ones have no final norm; it starts with weight 1 and bias 0.
-        "blocks": patch embedding, class token and blocks. All else is loaded where names and shapes fit, a decoder, for
-            example, as the start of another pre-training.
-    classes: names of the model's classes, in order. A head of other classes is left out, and so is one of Transformers
-        without names of classes (LABEL_0, LABEL_1, ...).
 
-    Position tables of another grid are resized bicubically, with the class rows kept, and tables of relative-position
-    biases by a spline. A bias table that all blocks share is copied into each block. A patch embedding of 3 channels is
-    adapted to other channels by timm's rule: it is repeated and divided by the growth of their number, or summed for
-    one channel. The MLP on TEC's class token is folded into the token, unless the model has such an MLP. In TEC's
-    published files it is folded already: the model then loses its MLP.
+class _Fitted(NamedTuple):
+    """The tensors of a file under the model's names, and those of them that the model has, in the model's size."""
 
-    Raises CheckpointError, a ValueError, which names the file, its origin, the model's class and the keys. That also
-    holds for position tables that are zero everywhere. FloatingPointError if a weight is not finite. The model is then
-    unchanged.
-    """
-    if part != "all" and not hasattr(model, "new_keys"):
+    tensors: Tensors
+    fitting: Tensors
+    resized: list[str]
+    remarks: list[str]
+
+    def list_missing(self, model: nn.Module) -> list[str]:
+        return [key for key in model.state_dict() if key not in self.fitting]
+
+
+def _opened(source: str | Path | Weights) -> Weights:
+    return source if isinstance(source, Weights) else read(source)
+
+
+def _fit(model: nn.Module, weights: Weights) -> _Fitted:
+    """Renames and resizes the tensors of a file for `model`."""
+    if not hasattr(model, "new_keys"):
         weights.refuse_dense()
     tensors, remarks = _rename_for(model, weights)
-    label = weights.what
-    _refuse_other_heads(model, weights.settings, label)
-    if part == "all":
-        strict.load_strict(model, tensors, f"the weights in {label}")
-        return LoadReport(loaded=list(tensors), resized=[], missing=[], unexpected=[], remarks=remarks)
-
     if weights.settings.get("model"):
         remarks.insert(0, f"made as {weights.settings['model']}")
     model_state = model.state_dict()
-    loses_mlp = CLS_TOKEN_MLP in model_state and is_published_tec(weights.raw)
-    if loses_mlp:
-        model_state = drop_prefix(model_state, "cls_token_mlp.")
-        remarks.append("the file is taken for TEC's publication, so the class token is used without its MLP")
-
+    if CLS_TOKEN_MLP in model_state and is_published_tec(weights.raw):
+        model.cls_token_mlp = nn.Identity()
+        model_state = model.state_dict()
+        remarks.append("the class token is used without its MLP, which TEC's publication has folded into it")
     tensors = _copy_shared_bias_table(tensors, model_state)
     fitting = {key: value for key, value in tensors.items() if key in model_state}
-    if any(key.startswith("head.") for key in fitting):
-        objection = _object_to_head(weights, fitting, model_state, classes)
-        remarks.append(_describe_head(weights, objection, classes))
-        if objection:
-            fitting = drop_prefix(fitting, "head.")
-    check_cls_tokens(fitting, model_state, label, type(model).__name__)
-    remarks += fit_patch_embed(fitting, model_state, label, type(model).__name__)
+    label = weights.what
+    class_name = type(model).__name__
+    check_cls_tokens(fitting, model_state, label, class_name)
+    remarks += fit_patch_embed(fitting, model_state, label, class_name)
     resized = fit_tables(fitting, weights.settings, model_state, model, label)
-    if part == "blocks":
-        # Tables of decoders may have as many tokens, in other places.
-        size = weights.settings.get("input_size")
-        has_other_grid = "pos_embed" in resized
-        if size and height_and_width(size) != tuple(model.img_size):
-            has_other_grid = True
-        for key, value in list(fitting.items()):
-            is_misplaced = has_other_grid and key.endswith(".pos_embed")
-            if is_misplaced or (value.shape != model_state[key].shape and not _is_of_blocks(key)):
-                del fitting[key]
-
-    missing = [key for key in model_state if key not in fitting]
-    lacks_norm = "norm.weight" in missing and not weights.origin.has_norm
-    required = _list_required(model, missing, part, lacks_norm)
-    _refuse_misfits(required, strict.list_misshaped(fitting, model_state), label, type(model).__name__)
-    _refuse_foreign_parts(model, list(tensors), part, label)
-    strict.check_values(fitting, f"the weights in {label}")
-
-    if loses_mlp:
-        model.cls_token_mlp = nn.Identity()
-    model.load_state_dict(fitting, strict=False)
-    if lacks_norm:
-        model.norm.reset_parameters()
-        remarks.append(f"the file, {weights.origin.name}, holds no final norm: norm starts with weight 1 and bias 0")
-    unexpected = [key for key in tensors if key not in fitting]
-    return LoadReport(list(fitting), resized, missing, unexpected, remarks)
+    return _Fitted(tensors, fitting, resized, remarks)
 
 
-def _list_required(model: nn.Module, missing: Sequence[str], part: Part, lacks_norm: bool) -> list[str]:
-    """Returns those of the `missing` keys without which the model has no encoder."""
-    optional: tuple[str, ...] = ("head.", "fc_norm.")
-    if lacks_norm:
-        optional = (*optional, "norm.")
-    required = [key for key in missing if not key.startswith(optional)]
-    required = [key for key in required if not key.endswith(getattr(model, "new_keys", ()))]
-    if part == "blocks":
-        required = [key for key in required if _is_of_blocks(key)]
-    return required
+def _put(
+    model: nn.Module,
+    weights: Weights,
+    fitted: _Fitted,
+    required: Sequence[str],
+    prefixes: tuple[str, ...],
+) -> LoadReport:
+    """Loads what fits. CheckpointError if it lacks keys or has other shapes, or if the file has other parts.
 
-
-def _refuse_misfits(missing: Sequence[str], misshaped: Sequence[str], label: str, class_name: str) -> None:
-    problems = []
-    if missing:
-        problems.append(f"missing: {shorten(missing, most=6)}")
-    if misshaped:
-        problems.append(shorten(misshaped, most=6))
+    required: keys of the model that are missing. prefixes: see `refuse_foreign`.
+    """
+    problems = strict.list_misshaped(fitted.fitting, model.state_dict())
+    if required:
+        problems.insert(0, f"missing: {shorten(required, most=6)}")
     if problems:
-        raise CheckpointError(f"{label} does not hold the encoder of this {class_name}: {'; '.join(problems)}")
-
-
-def _refuse_other_heads(model: nn.Module, settings: Mapping[str, Any], label: str) -> None:
-    """Raises CheckpointError if blocks have another number of heads than the file says. Shapes do not show it."""
-    expected = settings.get("num_heads")
-    for block in getattr(model, "blocks", ()):
-        heads = getattr(block.attn, "num_heads", expected)
-        if expected is not None and heads != expected:
-            raise CheckpointError(f"{label} has {expected} heads, this {type(model).__name__} has {heads}")
-
-
-def _refuse_foreign_parts(model: nn.Module, keys: Sequence[str], part: Part, label: str) -> None:
-    expected = [key for key in keys if not key.startswith(getattr(model, "unused_keys", ()))]
-    # The final norm and the positions of a classifier or of a pre-training model may be others.
-    may_differ = part == "blocks" or hasattr(model, "head")
-    prefixes = PATCH_KEYS if may_differ else ENCODER_KEYS
-    if part == "encoder" and not hasattr(model, "pos_embed"):
-        prefixes = (*prefixes, "pos_embed")  # learnt with the encoder
-    refuse_foreign(model, expected, label, prefixes)
+        what = f"{weights.what} does not hold the encoder of this {type(model).__name__}"
+        raise CheckpointError(f"{what}: {shorten(problems, most=6)}")
+    expected = [key for key in fitted.tensors if not key.startswith(getattr(model, "unused_keys", ()))]
+    refuse_foreign(model, expected, weights.what, prefixes)
+    strict.check_values(fitted.fitting, f"the weights in {weights.what}")
+    missing = fitted.list_missing(model)
+    model.load_state_dict(fitted.fitting, strict=False)
+    unexpected = [key for key in fitted.tensors if key not in fitted.fitting]
+    return LoadReport(list(fitted.fitting), fitted.resized, missing, unexpected, fitted.remarks)
 
 
 def refuse_foreign(model: nn.Module, keys: Sequence[str], label: str, prefixes: tuple[str, ...]) -> None:
@@ -379,17 +373,14 @@ def _is_of_blocks(key: str) -> bool:
 def _rename_for(model: nn.Module, weights: Weights) -> tuple[Tensors, list[str]]:
     """Returns (the weights under the model's names, remarks on the class token and on the LayerNorms).
 
-    A pre-training model may have the names of its release: those of which it has more are taken.
+    A pre-training model may have the names of its release: those of which it has more are taken. CheckpointError if
+    blocks have another number of heads than the file says: shapes do not show it.
     """
     remarks = []
     model_keys = model.state_dict().keys()
     tensors = weights.tensors
     if len(model_keys & weights.raw.keys()) > len(model_keys & tensors.keys()):
         tensors = weights.raw
-    parts = {key.partition(".")[0] for key in weights.raw}
-    others = sorted(parts - {"backbone", "neck", "head"})
-    if "backbone" in parts and others and weights.raw.keys() != model_keys:
-        remarks.append(f"not used, as they are no encoder: {shorten(others)}")
     if CLS_TOKEN_MLP in tensors and CLS_TOKEN_MLP not in model_keys:
         tensors = fold_cls_token(tensors)
         remarks.append("the MLP on the class token is folded into the token")
@@ -398,6 +389,11 @@ def _rename_for(model: nn.Module, weights: Weights) -> tuple[Tensors, list[str]]
     if stored_eps is not None and model_eps - {stored_eps}:
         here = ", ".join(map(str, model_eps))
         remarks.append(f"the file's config has LayerNorms with eps {stored_eps}, here eps is {here}")
+    stored_heads = weights.settings.get("num_heads")
+    for block in getattr(model, "blocks", ()):
+        heads = getattr(block.attn, "num_heads", stored_heads)
+        if stored_heads not in (None, heads):
+            raise CheckpointError(f"{weights.what} has {stored_heads} heads, this {type(model).__name__} has {heads}")
     if hasattr(model, "adapt_weights"):
         tensors = model.adapt_weights(tensors)
     return tensors, remarks
@@ -416,23 +412,13 @@ def _copy_shared_bias_table(tensors: Tensors, model_state: Tensors) -> Tensors:
     return copied
 
 
-def _object_to_head(weights: Weights, fitting: Tensors, model_state: Tensors, classes: Sequence[str] | None) -> str:
+def _object_to_head(weights: Weights, fitted: _Fitted, model: nn.Module, classes: Sequence[str] | None) -> str:
     """Returns what says that the file's head is for other classes than the model's, or ""."""
-    for key, value in fitting.items():
+    model_state = model.state_dict()
+    for key, value in fitted.fitting.items():
         if key.startswith("head.") and value.shape != model_state[key].shape:
             return f"it has {weights.num_classes} classes, the model {len(model_state[key])}"
-    if weights.classes is None and weights.origin.names_classes:
-        return "the file does not name its classes"
     for i, (theirs, ours) in enumerate(zip(weights.classes or (), classes or (), strict=False)):
         if theirs != ours:
             return f"its class {i} is {theirs!r}, the model's {ours!r}"
     return ""
-
-
-def _describe_head(weights: Weights, objection: str, classes: Sequence[str] | None) -> str:
-    """Returns what becomes of the file's head, and why. objection: see `_object_to_head`."""
-    if objection:
-        return f"the head is not loaded: {objection}"
-    if weights.classes is None or classes is None:
-        return f"the head is loaded, as it has as many classes, {weights.num_classes}; no names were compared"
-    return f"the head is loaded, as its {weights.num_classes} classes are the same"

@@ -25,9 +25,6 @@ from models_vit import (
     split_heads,
 )
 from util.attention import biased_attention
-from util.lazy import LazyModule
-
-timm_layers = LazyModule("timm.layers")
 
 __all__ = [
     "RelativeVisionTransformer",
@@ -163,10 +160,12 @@ class RelativeBlock(nn.Module):
         grid_size: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
+        from timm.layers import Mlp  # here, because it takes seconds
+
         self.norm1 = layer_norm(dim)
         self.norm2 = layer_norm(dim)
         self.attn = RelativeAttention(dim, num_heads, grid_size)
-        self.mlp = timm_layers.Mlp(dim, int(dim * mlp_ratio))
+        self.mlp = Mlp(dim, int(dim * mlp_ratio))
         self.gamma_1 = nn.Parameter(torch.full((dim,), init_values))
         self.gamma_2 = nn.Parameter(torch.full((dim,), init_values))
         self.drop_path = make_drop_path(drop_path)

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from timm.layers import Mlp
 from torch import Tensor, nn
 
 from encoders.models_relative_vit import lookup_bias
@@ -30,10 +31,7 @@ from models_vit import (
     split_heads,
 )
 from util.attention import biased_attention
-from util.lazy import LazyModule
 from util.pos_embed import height_and_width
-
-timm_layers = LazyModule("timm.layers")
 
 __all__ = ["SwinTransformer", "swin_micro_patch4_window4", "swin_base_patch4_window7", "swin_large_patch4_window14"]
 
@@ -116,7 +114,7 @@ class SwinBlock(nn.Module):
         self.norm1 = nn.LayerNorm(dim)
         self.norm2 = nn.LayerNorm(dim)
         self.attn = WindowAttention(dim, window, num_heads)
-        self.mlp = timm_layers.Mlp(dim, int(dim * mlp_ratio))
+        self.mlp = Mlp(dim, int(dim * mlp_ratio))
         self.drop_path = make_drop_path(drop_path)
         mask = shifted_mask(grid_size, window, shift) if shift else None
         self.register_buffer("attn_mask", mask, persistent=False)

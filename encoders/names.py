@@ -135,14 +135,10 @@ _PUBLISHED_TEC = re.compile(rf"cls_token|pos_embed|patch_embed\.proj\.(?:weight|
 def is_published_tec(names: Iterable[str]) -> bool:
     """Returns whether these are the keys of TEC's published encoders: those of a plain ViT without a final norm.
 
-    The MLP on the class token is folded into the token there. A ViT of other authors may have the same keys.
+    The MLP on the class token is folded into the token there.
     """
     keys = set(names)
     return {"cls_token", "pos_embed"} <= keys and all(_PUBLISHED_TEC.fullmatch(key) for key in keys)
-
-
-def _has(*keys: str) -> Callable[[Iterable[str]], bool]:
-    return lambda names: any(name in keys for name in names)
 
 
 def _begins(*prefixes: str) -> Callable[[Iterable[str]], bool]:
@@ -150,30 +146,17 @@ def _begins(*prefixes: str) -> Callable[[Iterable[str]], bool]:
 
 
 class Origin(NamedTuple):
-    """The files of a project. sign: recognises them by their keys. has_norm: whether encoders have a final norm.
-
-    names_classes: whether their configs name the classes, so that a head without names may be for any classes.
-    """
+    """The files of a project. sign: recognises them by their keys."""
 
     name: str  # in messages
     sign: Callable[[Iterable[str]], bool]
     rename: Callable[[Tensors], Tensors] = unchanged
-    has_norm: bool = True
-    names_classes: bool = False
 
 
 ORIGINS = (  # the first that fits
-    Origin("of TEC", _has(CLS_TOKEN_MLP)),
-    Origin("taken for TEC's publication", is_published_tec, has_norm=False),
-    Origin("of CrossMAE", _has("wfm.linear.weight", "decoder.level_weights"), has_norm=False),
-    Origin("of LocalMIM", _has("norm.0.weight"), from_localmim),
+    Origin("of LocalMIM", lambda names: "norm.0.weight" in names, from_localmim),
     Origin("of mmpretrain", _begins("backbone."), from_mmpretrain),
-    Origin(
-        "of Transformers",
-        _begins("vit.embeddings.", "embeddings.patch_embeddings."),
-        from_transformers,
-        names_classes=True,
-    ),
+    Origin("of Transformers", _begins("vit.embeddings.", "embeddings.patch_embeddings."), from_transformers),
     Origin("of SimMIM", _begins("encoder."), from_simmim),
     Origin("the student in a training checkpoint of iBOT or DINO", _begins("module.backbone."), from_student),
     Origin("with the key names of MAE and timm", lambda names: True),

@@ -11,13 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from encoders.names import Tensors
-from encoders.rel_pos import resize_bias_table
-from util.lazy import LazyModule
 from util.pos_embed import BIAS_TABLE, grid_from_settings, resize_pos_embed
 from util.run.files.record import CheckpointError
 from util.text import count_of
-
-timm_models = LazyModule("timm.models")
 
 
 def check_cls_tokens(
@@ -33,9 +29,8 @@ def check_cls_tokens(
     model_number = model_state["cls_token"].shape[1]
     if number != model_number:
         raise CheckpointError(
-            f"{label} holds an encoder with {count_of(number, 'class token')}, this {class_name} has {model_number}: "
-            f"--num_cls_tokens {number} of main_pretrain.py and main_finetune.py makes a model that fits; "
-            "segmentation takes encoders with one class token alone"
+            f"{label} holds an encoder with {count_of(number, 'class token')}, this {class_name} has {model_number} "
+            f"(--num_cls_tokens {number})"
         )
 
 
@@ -68,9 +63,11 @@ def fit_patch_embed(
     if channels != 3:
         raise CheckpointError(
             f"{label} holds an encoder of {count_of(channels, 'channel')}, this {class_name} is for {model_channels}: "
-            f"give --in_chans {channels}; only encoders of 3 channels can be adapted"
+            f"give --in_chans {channels}"
         )
-    fitting[key] = timm_models.adapt_input_conv(model_channels, fitting[key])
+    from timm.models import adapt_input_conv  # here, because most files need neither timm nor splines
+
+    fitting[key] = adapt_input_conv(model_channels, fitting[key])
     return [f"{key} adapted from 3 channels to {model_channels}"]
 
 
@@ -122,8 +119,7 @@ def _fit_pos_embed(
         return table
     if not is_rectangle or table.shape[2] != model_table.shape[2]:
         raise CheckpointError(
-            f"pos_embed {list(table.shape)} of {label} cannot be resized to {list(model_table.shape)}: a square grid "
-            "plus class rows is needed"
+            f"pos_embed {list(table.shape)} of {label} cannot be resized to {list(model_table.shape)}"
         )
     return resize_pos_embed(table, grid, grid_size)
 
@@ -154,6 +150,8 @@ def _fit_bias_table(
         target = _square_of(model_table)
     if source == target:
         return table
+    from encoders.rel_pos import resize_bias_table
+
     return resize_bias_table(table, source, target, num_extra)
 
 

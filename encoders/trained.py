@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from encoders.load import Weights, build, fit, read
+from encoders.load import Weights, build, load_all, read
 from util.pos_embed import height_and_width
 
 Task = Literal["encoder", "classification", "segmentation", "detection"]
@@ -82,7 +82,7 @@ def load(path: str | Path, task: Task | None = None) -> Trained:
     else:
         settings["cls_token_mlp"] = False  # it is folded into the class token
         model = pkgutil.resolve_name(builder.function)({**settings, "drop_path": 0.0})
-        report = fit(model, weights, "all")
+        report = load_all(model, weights)
     return Trained(found, model.eval(), settings, weights, report.remarks)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from encoders.load import fit, read
+from encoders.load import load_all, read
 from framework import Framework
 from prmim import METHOD_ARGUMENTS
 from util.data.invalid_pixels import InvalidPixels
@@ -155,7 +155,7 @@ def load_run(path: str | Path, moved: Mapping[str, str] | None = None) -> tuple[
             raise ValueError(
                 f"the {flag} {settings[flag]!r} has other weights than that of the run at {str(weights.path)!r}"
             )
-    fit(model, weights, "all")
+    load_all(model, weights)
     if settings.get("mean"):
         model.use_statistics(settings["mean"], settings["std"])
     return model.eval(), settings

@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 
-from encoders.load import LoadReport, fit, load_encoder, read
+from encoders.load import LoadReport, load_all, load_blocks, load_encoder, read
 from encoders.models_relative_vit import relative_vit_micro_patch4
 from encoders.models_swin import swin_micro_patch4_window4
 from encoders.trained import load
@@ -88,32 +88,18 @@ def test_load_encoder_refuses_other_sizes(tmp_path, sizes, message):
         load_encoder(a_classifier(), tmp_path / "w.pth")
 
 
-def test_a_file_that_lacks_its_norm_is_refused(tmp_path):
-    """Of a kind of file that has one."""
-    weights = encoder_weights() | {"mask_token": torch.zeros(1, 1, 48)}
-    del weights["norm.weight"], weights["norm.bias"]
-    torch.save(weights, tmp_path / "w.pth")
-    with pytest.raises(ValueError, match=r"missing: norm.weight, norm.bias"):
-        load_encoder(a_classifier(global_pool="token"), tmp_path / "w.pth")
-
-
 @pytest.mark.parametrize(
-    ("num_classes", "classes", "is_loaded", "remark"),
-    [
-        (3, None, True, "is loaded, as it has as many classes, 3; no names were compared"),
-        (3, ["a", "b", "c"], True, "is loaded, as its 3 classes are the same"),
-        (3, ["a", "c", "b"], False, "is not loaded: its class 1 is 'b', the model's 'c'"),
-        (4, None, False, "is not loaded: it has 3 classes, the model 4"),
-    ],
+    ("num_classes", "classes", "is_loaded"),
+    [(3, None, True), (3, ["a", "b", "c"], True), (3, ["a", "c", "b"], False), (4, None, False)],
 )
-def test_a_head_of_other_classes_is_left_out_and_the_report_says_why(tmp_path, num_classes, classes, is_loaded, remark):
+def test_a_head_of_other_classes_is_left_out(tmp_path, num_classes, classes, is_loaded):
     source = a_classifier(num_classes=3)
     path = save_checkpoint(tmp_path, 1, {"model": source.state_dict()}, {"classes": ["a", "b", "c"]})
     model = a_classifier(num_classes=num_classes)
     report = load_encoder(model, path, classes=classes)
     assert ("head.weight" in report.loaded) == is_loaded
     assert ("head.weight" in report.missing) != is_loaded
-    assert f"; the head {remark}" in str(report)
+    assert any("head" in remark for remark in report.remarks) != is_loaded
     assert torch.equal(model.head.weight, source.head.weight) == is_loaded
     assert torch.equal(model.blocks[0].attn.qkv.weight, source.blocks[0].attn.qkv.weight)
 
@@ -157,10 +143,10 @@ def test_contents_without_named_weights_are_refused(tmp_path, content):
 def test_all_is_exact(tmp_path):
     torch.save(encoder_weights(), tmp_path / "w.pth")
     model = VisionTransformer(global_pool="token", **SIZES)
-    assert not fit(model, read(tmp_path / "w.pth"), "all").missing
+    assert not load_all(model, read(tmp_path / "w.pth")).missing
     torch.save(encoder_weights(img_size=64) | {"extra": torch.ones(1)}, tmp_path / "w.pth")
     with pytest.raises(CheckpointError, match="1 unexpected: extra; 1 of another shape: pos_embed"):
-        fit(model, read(tmp_path / "w.pth"), "all")
+        load_all(model, read(tmp_path / "w.pth"))
 
 
 def test_blocks_start_another_pre_training(tmp_path):
@@ -168,12 +154,12 @@ def test_blocks_start_another_pre_training(tmp_path):
     source = mae_vit_micro_patch4(decoder_depth=2, decoder_embed_dim=32)
     torch.save({"model": source.state_dict()}, tmp_path / "mae.pth")
     model = mae_vit_micro_patch4(decoder_depth=4, decoder_embed_dim=32)
-    report = load_encoder(model, tmp_path / "mae.pth", "blocks")
+    report = load_blocks(model, tmp_path / "mae.pth")
     assert report.missing
     assert all(key.startswith(("decoder.blocks.2.", "decoder.blocks.3.")) for key in report.missing)
     assert torch.equal(model.decoder.blocks[1].mlp.fc1.weight, source.decoder.blocks[1].mlp.fc1.weight)
     with pytest.raises(CheckpointError, match="does not hold the encoder of this SimMIMViT: missing: blocks.0.gamma_1"):
-        load_encoder(simmim_vit_micro_patch4(), tmp_path / "mae.pth", "blocks")
+        load_blocks(simmim_vit_micro_patch4(), tmp_path / "mae.pth")
 
 
 def test_blocks_of_simmim_keep_their_table(tmp_path):
@@ -181,7 +167,7 @@ def test_blocks_of_simmim_keep_their_table(tmp_path):
     torch.nn.init.normal_(source.rel_pos_bias.relative_position_bias_table)
     torch.save({"model": source.state_dict()}, tmp_path / "simmim.pth")
     model = simmim_vit_micro_patch4()
-    assert not load_encoder(model, tmp_path / "simmim.pth", "blocks").missing
+    assert not load_blocks(model, tmp_path / "simmim.pth").missing
     table = model.rel_pos_bias.relative_position_bias_table
     assert torch.equal(table, source.rel_pos_bias.relative_position_bias_table)
 
@@ -191,7 +177,7 @@ def test_a_decoder_keeps_its_positions_on_another_grid_of_as_many_tokens(tmp_pat
     torch.save({"model": mae_vit_micro_patch4(img_size=32).state_dict()}, tmp_path / "mae.pth")
     model = mae_vit_micro_patch4(img_size=(16, 64))
     expected = model.decoder.pos_embed.clone()
-    report = load_encoder(model, tmp_path / "mae.pth", "blocks")
+    report = load_blocks(model, tmp_path / "mae.pth")
     assert report.resized == ["pos_embed"]
     assert torch.equal(model.decoder.pos_embed, expected)
 
@@ -204,7 +190,7 @@ def test_so_does_that_of_greenmim_whose_encoder_has_no_table_of_positions(tmp_pa
     expected = model.decoder.pos_embed.clone()
     assert expected.shape == weights["decoder.pos_embed"].shape
     assert not torch.equal(expected, weights["decoder.pos_embed"])
-    load_encoder(model, path, "blocks")
+    load_blocks(model, path)
     assert torch.equal(model.decoder.pos_embed, expected)
     assert torch.equal(model.patch_embed.proj.weight, source.patch_embed.proj.weight)
 

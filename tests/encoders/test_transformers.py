@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 import hubconf
 from downstream.probe.models import open_encoder
-from encoders.load import load_encoder, read, set_norm_eps
+from encoders.load import load_blocks, load_encoder, read, set_norm_eps
 from encoders.trained import load
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import VisionTransformer
@@ -100,31 +100,6 @@ def test_a_classifier(tmp_path):
         assert_close(model.double()(images()), expected, **CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("id2label", "is_loaded"),
-    [
-        (None, False),
-        ({0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}, False),
-        ({0: "ant", 1: "bee", 2: "cat"}, True),
-    ],
-)
-def test_a_head_whose_classes_have_no_names_is_not_loaded(tmp_path, id2label, is_loaded):
-    """It may be for as many classes of any kind."""
-    names = {"num_labels": 3}
-    if id2label is not None:
-        names = {"id2label": id2label}
-    theirs = make("classifier", **names)
-    theirs.save_pretrained(tmp_path)
-    model = VisionTransformer(num_classes=3, global_pool="token", **OURS)
-    report = load_encoder(model, tmp_path, classes=["ant", "bee", "cat"])
-    assert torch.equal(model.head.weight, theirs.classifier.weight) == is_loaded
-    assert torch.equal(model.cls_token, theirs.vit.embeddings.cls_token)
-    expected = "the head is not loaded: the file does not name its classes"
-    if is_loaded:
-        expected = "the head is loaded, as its 3 classes are the same"
-    assert expected in str(report)
-
-
 def test_what_its_two_json_files_say(tmp_path):
     """Statistics are those of its processor. ImageNet's descriptions become the names of its folders."""
     names = ImageNetInfo()
@@ -166,18 +141,18 @@ def test_files(tmp_path, layout):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("make_model", "part"),
+    ("make_model", "load_into"),
     [
-        (lambda: VisionTransformer(global_pool="token", **OURS), "encoder"),
-        (lambda: MaskedAutoencoderViT(**PRETRAINING), "blocks"),
+        (lambda: VisionTransformer(global_pool="token", **OURS), load_encoder),
+        (lambda: MaskedAutoencoderViT(**PRETRAINING), load_blocks),
     ],
 )
-def test_a_model_that_keeps_its_epsilon_says_so(tmp_path, make_model, part):
+def test_a_model_that_keeps_its_epsilon_says_so(tmp_path, make_model, load_into):
     theirs = make("mae")
     theirs.save_pretrained(tmp_path)
     expected = features_of(theirs, images())
     model = make_model()
-    report = load_encoder(model, tmp_path, part)
+    report = load_into(model, tmp_path)
     assert "LayerNorms with eps 1e-12, here eps is 1e-06" in str(report)
     difference = (model.double().forward_features(images()) - expected).abs().max()
     assert 1e-8 < difference < 1e-2
@@ -186,7 +161,7 @@ def test_a_model_that_keeps_its_epsilon_says_so(tmp_path, make_model, part):
 
 
 DOORS = {
-    "pre-training": lambda path: load_encoder(MaskedAutoencoderViT(**PRETRAINING), path, part="blocks"),
+    "pre-training": lambda path: load_blocks(MaskedAutoencoderViT(**PRETRAINING), path),
     "release": lambda path: MaskedAutoencoderViT(throw_ratio=0, **PRETRAINING).load_official(read(path).raw),
     "fine-tuning": lambda path: load_encoder(VisionTransformer(global_pool="token", **OURS), path),
     "probe": open_encoder,
@@ -225,7 +200,7 @@ def test_pre_training_goes_on(tmp_path, way):
     theirs.save_pretrained(tmp_path)
     model = MaskedAutoencoderViT(throw_ratio=0, norm_pix_loss=True, **PRETRAINING)
     if way == "--pretrained":
-        report = load_encoder(model, tmp_path, part="blocks")
+        report = load_blocks(model, tmp_path)
         assert not report.missing
         assert not report.unexpected
     elif way == "file":

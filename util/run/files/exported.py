@@ -8,10 +8,8 @@ from typing import Any
 
 from safetensors import safe_open
 
-from util.lazy import LazyModule
 from util.run.files.record import INVALID_SETTINGS, CheckpointError, CheckpointInfo
 
-timm_data = LazyModule("timm.data")
 EXPORTED_SETTINGS = ("mean", "std", "input_size", "crop_pct", *INVALID_SETTINGS)
 EXPORTED_FACTS = ("classes", "pixels", *EXPORTED_SETTINGS)
 
@@ -82,7 +80,9 @@ def _class_names(config: Mapping[str, Any]) -> list[str] | None:
     labels = config.get("id2label", {})
     classes = [labels[str(i)] for i in range(len(labels))]
 
-    imagenet = timm_data.ImageNetInfo()
+    from timm.data import ImageNetInfo
+
+    imagenet = ImageNetInfo()
     if classes == [imagenet.index_to_description(i) for i in range(imagenet.num_classes())]:
         return imagenet.label_names()  # the names of ImageNet's folders
     return None if classes == [f"LABEL_{i}" for i in range(len(classes))] else classes
