@@ -169,19 +169,6 @@ def test_training_on_packed_data_is_training_on_the_folder(photos, packed, tmp_p
     assert_same_state(pretrain(packed.parent, tmp_path / "run", "--num_workers", 1), expected)
 
 
-def test_splits_by_other_names_are_packed(photos, tmp_path):
-    root = tmp_path / "photos"
-    for name in ("Training", "validation"):
-        shutil.copytree(photos / "train", root / name)
-    shutil.copytree(photos / "train" / "cat", root / "Training" / ".ipynb_checkpoints")
-    pack(root, tmp_path / "packed")
-    assert sorted(path.name for path in (tmp_path / "packed").iterdir()) == ["train", "val"]
-    for split in ("train", "val"):
-        assert_same_images(
-            open_images("folder", tmp_path / "packed", split, labelled=True), FolderImages(photos / "train")
-        )
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [

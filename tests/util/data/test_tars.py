@@ -240,18 +240,6 @@ def test_damage_is_named(tmp_path, change):
         scan_tars([path])
 
 
-def test_a_negative_size_ends(tmp_path):
-    path = write_images(tmp_path / "train.tar", "1.jpg", "2.jpg")
-    header = 512 + 512 * -(-len(photo(0)) // 512)  # of the second member
-    data = bytearray(path.read_bytes())
-    data[header + 124 : header + 136] = b"\xff" * 12  # -1, in base 256
-    checksum = 256 + sum(data[header : header + 148]) + sum(data[header + 156 : header + 512])
-    data[header + 148 : header + 156] = b"%06o\0 " % checksum
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match="train.tar"):
-        scan_tars([path])
-
-
 def test_a_tar_cut_short_after_it_was_indexed_is_named(tmp_path):
     path = webdataset(tmp_path / "train.tar", [0, 1])
     images = open_tars([path])
@@ -314,16 +302,6 @@ def index_of(path):
     open_tars([path])
     (index,) = (path.parent / ".prmim").iterdir()
     return index
-
-
-def test_an_index_of_older_rules_is_made_again(tmp_path, capsys):
-    path = webdataset(tmp_path / "train.tar", [0, 1])
-    index = index_of(path)
-    images = TarImages(index, LocalTars(tmp_path))
-    write_index(index, images.rows | {"name": images.names}, images.content | {"stamp": [0], "classes": ["wrong"]})
-    capsys.readouterr()
-    assert open_tars([path]).classes == ["0", "1"]
-    assert count_indexing(capsys) == 1
 
 
 @pytest.mark.parametrize(
