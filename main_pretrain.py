@@ -15,7 +15,7 @@ import torch
 
 import monitor
 from encoders.load import load_blocks
-from engine_pretrain import train_one_epoch
+from engine_pretrain import forward_backward, train_one_epoch
 from framework import Flag, Framework, PixelFramework
 from frameworks.hooks.pictures import Pictures
 from frameworks.registry import MODELS, build_model, check_own_flags, class_of
@@ -39,7 +39,7 @@ from util.run.start.flags import (
 from util.run.start.plan import Plan, schedule_by_epochs
 from util.run.start.run import Run, RunFacts
 from util.run.train.loader import TrainLoader, make_augmentation
-from util.run.train.training import BetweenSteps, Training
+from util.run.train.training import BetweenSteps, Training, TrainSteps
 from util.run.train.utilization import report_utilization
 from util.text import count_of, shorten
 
@@ -370,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
 
         schedule = schedule_by_epochs(parser, args, run.plan, loader.steps_per_epoch)
         facts = describe_model(model, statistics)
-        training = Training.begin(run, model, optimizer, dataset, schedule, facts, captures_steps=args.cuda_graph)
+        training = Training.begin(run, model, optimizer, dataset, schedule, facts)
         training.announce(summary_rows(args, model, images))
         if args.sampling != "attention":  # whose maps change the token counts
             report_utilization(training.loop, partial(forward_gmac, vars(args), build_model))
@@ -384,7 +384,10 @@ def main(argv: Sequence[str] | None = None) -> bool:
             phases = attention_phases.AttentionPhases(training, model, loader)
             between.append(phases)
             open_batches = phases.open
-        return training.train(train_one_epoch, open_batches, between, lambda: summary_of_run(args, training))
+        train_steps: TrainSteps = train_one_epoch
+        if args.cuda_graph:
+            train_steps = partial(train_one_epoch, compute=training.loop.capture_steps(forward_backward))
+        return training.train(train_steps, open_batches, between, lambda: summary_of_run(args, training))
 
 
 if __name__ == "__main__":

@@ -28,18 +28,19 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import main_pretrain
-from engine_pretrain import train_one_epoch
+from engine_pretrain import forward_backward, train_one_epoch
 from frameworks.registry import build_model
 from recipes import RECIPES
 from util import costs
 from util.attention import CHOICES, prefer
 from util.data.transforms import Normalize
 from util.run.cli import Parser, check_recipe, prepare_file, run_program, user_errors
-from util.run.processes.distributed import PRECISIONS, precision
-from util.run.processes.supervise import StopSignal, Watchdog
+from util.run.processes.distributed import PRECISIONS, Process, precision
+from util.run.processes.supervise import Watchdog
+from util.run.start.plan import RunSchedule
 from util.run.train.logging import RunLog
 from util.run.train.loop import TrainLoop
-from util.run.train.step_graphs import WARM_UP, StepGraphs
+from util.run.train.step_graphs import WARM_UP
 from util.run.train.wrap import choose_attention, compile_parts
 from util.tables import markdown_table, write_csv
 
@@ -61,21 +62,18 @@ class Step:
         self.normalize = Normalize().to(device)
         self.precision = precision(args.precision, device)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.loop = TrainLoop(
-            parameters=[p for p in self.model.parameters() if p.requires_grad],
-            optimizer=optimizer,
-            precision=self.precision,
-            normalize=self.normalize,
-            learning_rate=lambda step, lr_scale: 1e-4,
-            log=RunLog("", 0, 0, enabled=False),
-            stop=StopSignal(device),
+        run: Any = argparse.Namespace(  # what a loop reads of a Run
+            args=argparse.Namespace(clip_grad=None, seed=0, print_freq=NEVER, max_steps=None),
+            plan=argparse.Namespace(precision=args.precision, total_batch_size=args.batch_size, accum_iter=1),
+            process=Process(device),
             watchdog=Watchdog(3600, 3600),
-            graphs=StepGraphs(optimizer, device) if args.cuda_graph else None,
-            images_per_step=args.batch_size,
-            steps_per_epoch=NEVER,
-            last_step=NEVER,
-            print_freq=NEVER,
         )
+        schedule = RunSchedule(NEVER, NEVER, NEVER, lambda step, lr_scale: 1e-4, summary="", pauses=(), epochs=1)
+        log = RunLog("", 0, 0, enabled=False)
+        self.loop = TrainLoop(run, schedule, self.model, optimizer, self.normalize, log)
+        self.compute: Callable[..., None] = forward_backward
+        if args.cuda_graph:
+            self.compute = self.loop.capture_steps(forward_backward)
         imgs, orders = costs.make_batch(self.model, settings, args.batch_size)
         self.imgs = imgs.to(device)
         self.orders = [order.to(device) for order in orders]
@@ -84,7 +82,7 @@ class Step:
         """Runs one training step."""
         labels = self.orders[0]  # no model reads labels
         batch = (self.imgs, labels, *self.orders)
-        train_one_epoch(self.model, iter([batch]), range(1), self.loop)
+        train_one_epoch(self.model, iter([batch]), range(1), self.loop, self.compute)
 
     def saved_bytes(self, num_images: int) -> int:
         """Bytes that autograd saves for a batch of copies of the first image. The model must not be compiled."""

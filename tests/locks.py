@@ -4,16 +4,17 @@ import os
 import socket
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 from tests.warm import server
-from util.run.files.lock import FolderLock
+from util.run.files.lock import lock_folder
 
 
 def _hold(folder, connection):
-    lock = FolderLock(folder)
+    file, _ = lock_folder(Path(folder))
     connection.send(os.getpid())
     time.sleep(600)
-    del lock
+    file.close()
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """A model with its training loop, driven step by step."""
 
+from argparse import Namespace
 from contextlib import contextmanager
 
 import torch
@@ -10,8 +11,9 @@ from encoders.models_swin import swin_micro_patch4_window4
 from models_vit import vit_micro_patch4
 from tests.test_framework_contract import build
 from util.data.transforms import Normalize
-from util.run.processes.distributed import precision
-from util.run.processes.supervise import StopSignal, Watchdog
+from util.run.processes.distributed import Process
+from util.run.processes.supervise import Watchdog
+from util.run.start.plan import RunSchedule
 from util.run.train.loop import TrainLoop
 
 
@@ -91,25 +93,24 @@ class Driver:
         return torch.cat([p.detach().flatten() for p in self.model.parameters()])
 
 
-def a_driver(model, optimizer, learning_rate, precision_name="fp32", device="cpu", augment=None, **options):
-    """A Driver of the pre-training loop, or of fine-tuning with `augment`. `options` are fields of TrainLoop."""
-    settings = dict(
-        log=SilentLog(),
-        stop=StopSignal(torch.device(device)),
+def a_run(device="cpu", precision_name="fp32", accum_iter=1, clip_grad=None, print_freq=2):
+    """What the loop reads of a `Run`."""
+    return Namespace(
+        args=Namespace(clip_grad=clip_grad, seed=0, print_freq=print_freq, max_steps=None),
+        plan=Namespace(precision=precision_name, total_batch_size=8, accum_iter=accum_iter),
+        process=Process(torch.device(device)),
         watchdog=Watchdog(600, 600),
-        images_per_step=8,
-        steps_per_epoch=25,
-        last_step=100,
-        print_freq=2,
     )
-    loop = TrainLoop(
-        parameters=[p for p in model.parameters() if p.requires_grad],
-        optimizer=optimizer,
-        precision=precision(precision_name, torch.device(device)),
-        normalize=Normalize().to(device),
-        learning_rate=learning_rate,
-        **settings | options,
-    )
+
+
+def a_schedule(learning_rate, steps_per_epoch=25, num_steps=100):
+    return RunSchedule(steps_per_epoch, num_steps, num_steps, learning_rate, "", (), num_steps / steps_per_epoch)
+
+
+def a_driver(model, optimizer, learning_rate, precision_name="fp32", device="cpu", augment=None, **options):
+    """A Driver of the pre-training loop, or of fine-tuning with `augment`. options: of `a_run`."""
+    run = a_run(device, precision_name, **options)
+    loop = TrainLoop(run, a_schedule(learning_rate), model, optimizer, Normalize().to(device), SilentLog())
     if augment is None:
         return Driver(engine_pretrain.train_one_epoch, model, loop)
     return Driver(engine_finetune.train_one_epoch, model, loop, augment)

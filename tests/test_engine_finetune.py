@@ -117,7 +117,7 @@ def test_learning_rates_follow_the_layer_scales():
 def test_clipping_bounds_the_norm_of_the_whole_gradient(bound, is_clipped):
     """AdamW would hide the gradient's size; plain gradient descent shows it."""
     engine = a_loop(clip_grad=bound)
-    engine.loop.optimizer = torch.optim.SGD(engine.model.parameters(), lr=1.0)
+    engine.loop.optimizer = torch.optim.SGD(engine.model.parameters(), lr=1.0, fused=True)
     before = engine.weights()
     engine.step(iter([a_batch()]), 0)
     means, *_ = engine.loop.meter.means(engine.loop.meter.since_report.tolist())

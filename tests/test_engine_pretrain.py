@@ -437,23 +437,23 @@ def test_two_processes_skip_alike_and_report_the_same(what):
 
 
 class Counts:
-    """A listener whose numbers are 1 and 10 on rank 0, 2 and 20 on rank 1."""
+    """Its number is `own`."""
 
-    def __init__(self, rank):
-        self.own = [rank + 1.0, 10.0 * (rank + 1)]
+    def __init__(self, own):
+        self.own = own
         self.seen = []
 
-    def own_numbers(self):
+    def count(self):
         return self.own
 
-    def act_at_report(self, numbers):
-        self.seen.append(numbers)
+    def report(self, total):
+        self.seen.append(total)
 
 
 def _reports_of(rank):
     """Two reports of two steps. Also returns what the ranks exchange: in steps, and in the report after them."""
     engine = a_loop()
-    engine.loop.listener = Counts(rank)
+    engine.loop.at_report += [Counts(rank + 1.0), Counts(10.0 * (rank + 1))]
     engine.loop.hosts = ("node1", "node2")
     engine.loop.data_hint = "buy a disk"
     lines = []
@@ -480,7 +480,7 @@ def _reports_of(rank):
         engine.step(batches, step)
     return {
         "calls": calls,
-        "seen": engine.loop.listener.seen,
+        "seen": [counts.seen for counts in engine.loop.at_report],
         "lines": lines,
         "log": engine.loop.log.lines,
     }
@@ -490,7 +490,7 @@ def test_a_report_is_one_all_reduce_and_names_the_rank_that_waits_longest_for_da
     first, second = run_in_two_processes(_reports_of)
     for found in (first, second):
         assert found["calls"] == ["all_reduce"] * 6  # one of each step, and one of each report
-        assert found["seen"] == [[3.0, 30.0]] * 2
+        assert found["seen"] == [[3.0, 3.0], [30.0, 30.0]]
         scalars, line = found["lines"][1]
         assert scalars["data_share"] == pytest.approx(0.5, abs=0.05)
         assert scalars["data_rank"] == 1

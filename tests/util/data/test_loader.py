@@ -56,7 +56,7 @@ def test_lists_of_bad_images_are_gathered_only_if_there_are_new_ones(photos, mon
     monkeypatch.setattr(loader.collectives, "gather_objects", lambda value: gathered.append(value) or [value])
     flags = torch.zeros(24, dtype=torch.uint8)
     lines = []
-    bad_images = BadImages(FolderImages(photos), flags, 0.5, lines.append)
+    bad_images = BadImages(FolderImages(photos), flags, 0.5, lines.append, before_error=lambda: None)
     for bad in ([], [3], [], [5], []):
         flags[bad] = 1
         bad_images.report(bad_images.count())

@@ -3,19 +3,18 @@
 import re
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import torch
 
 from util import collectives
 from util.data.workers import SIGNALS
 from util.run.cli import TEMPORARY, Parser, die_of, with_dashes
-from util.run.files.lock import remove_created
+from util.run.files.lock import LOCK, lock_folder, make_writable_folder
 from util.run.files.record import CheckpointError
 from util.run.processes import distributed
 from util.text import describe_owner
@@ -80,16 +79,48 @@ class Signalled(BaseException):
         self.number = signal.Signals(number)
 
 
-@dataclass
 class SetUp:
-    """The start of a program, until training begins. created: paths that it makes; they are removed if it fails."""
+    """The start of a program, until training begins: the folder that it takes, and signals.
 
-    created: list[Path] = field(default_factory=list)
-    is_over: bool = False
-    handled: list[signal.Signals] = field(default_factory=list)
+    If it fails, what it has created is removed.
+    """
+
+    def __init__(self) -> None:
+        self.new: list[Path] = []  # folders and files, in the order of their creation
+        self.lock: TextIO | None = None  # on rank 0
+        self.is_over = False
+        self.handled: list[signal.Signals] = []
+
+    def create_folder(self, path: str | Path) -> Path:
+        """Creates the output folder. ValueError if files cannot be written there, OSError if that may pass."""
+        folder = Path(path)
+        self.new += [place for place in (*reversed(folder.parents), folder) if not place.exists()]
+        make_writable_folder(folder)
+        return folder
+
+    def lock_folder(self, folder: Path, files: Sequence[str] = ()) -> list[str]:
+        """Takes the folder until the program ends. For rank 0. Returns notes. files: names that it is going to write.
+
+        Raises what `lock.lock_folder` raises.
+        """
+        is_first = not (folder / LOCK).exists()
+        self.lock, notes = lock_folder(folder)
+        if is_first:
+            self.new.append(folder / LOCK)
+        self.new += [folder / name for name in files if not (folder / name).exists()]
+        return notes
+
+    def undo(self) -> None:
+        """Removes what was created. Folders that hold anything else stay."""
+        for path in reversed(self.new):
+            with suppress(OSError):
+                if path.is_dir():
+                    path.rmdir()
+                else:
+                    path.unlink()
 
     def handle_signals(self) -> None:
-        """From now on a signal that would kill this process raises `Signalled`, so that `created` is removed first.
+        """From now on a signal that would kill this process raises `Signalled`, so that `undo` comes first.
 
         Other handlers stay. For rank 0, which creates: where the others wait for it, a handler might never run.
         """
@@ -124,7 +155,7 @@ def exit_on_setup_errors(parser: Parser) -> Iterator[SetUp]:
     except BaseException as error:
         if set_up.is_over:
             raise
-        remove_created(set_up.created)
+        set_up.undo()
         if isinstance(error, Signalled):
             die_of(error.number)
         known = (ValueError, FloatingPointError, OSError)
@@ -136,3 +167,5 @@ def exit_on_setup_errors(parser: Parser) -> Iterator[SetUp]:
             distributed.shut_down(after_error=True)
     finally:
         set_up.leave_signals()
+        if set_up.lock is not None:
+            set_up.lock.close()

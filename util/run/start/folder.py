@@ -19,11 +19,12 @@ from util.code_version import code_version, source_hash
 from util.data.folders import refuse_inside_data
 from util.run.cli import LOG, Parser
 from util.run.files import checkpoint, search
-from util.run.files.lock import LOCK, FolderLock, writable_folder
+from util.run.files.lock import LOCK
 from util.run.files.record import CheckpointError, StartInfo
 from util.run.files.reports import STATE, read_json
 from util.run.processes import distributed
 from util.run.processes.supervise import collective_timeout
+from util.run.start.errors import SetUp
 from util.run.start.plan import RunSchedule
 from util.text import shorten
 from util.urls import redact
@@ -44,23 +45,19 @@ LEFTOVERS = (
 FILES = (LOG, "log.jsonl", "settings.json", "results.json", STATE)  # of a run that trains
 
 
-def lock_folder(path: str | Path, created: list[Path] | None = None) -> tuple[Path, FolderLock | None]:
+def take_folder(path: str | Path, set_up: SetUp) -> Path:
     """Creates and locks the output folder of a program without checkpoints. All ranks must call it.
 
-    Returns (the folder, the lock on rank 0). The lock is held as long as the caller keeps it. ValueError on all ranks
-    if the folder cannot be written to or is in use by another process.
+    ValueError on all ranks if the folder cannot be written to or is in use by another process.
     """
-    lock: FolderLock | None = None
 
     def create_and_lock() -> Path:
-        nonlocal lock
-        folder = writable_folder(path, created)
-        lock = FolderLock(folder, created)
-        for remark in lock.remarks:
-            print(remark, flush=True)
+        folder = set_up.create_folder(path)
+        for note in set_up.lock_folder(folder, [STATE]):
+            print(note, flush=True)
         return folder
 
-    return collectives.run_on_rank0(create_and_lock), lock
+    return collectives.run_on_rank0(create_and_lock)
 
 
 def refuse_foreign_files(folder: Path) -> None:
@@ -138,7 +135,6 @@ class Start:
     output_dir: Path
     resume_path: Path | None  # the checkpoint that the run continues from
     origin: StartInfo
-    lock: FolderLock | None  # rank 0 holds the folder until its process ends
 
     @property
     def continues_here(self) -> bool:
@@ -149,11 +145,6 @@ class Start:
     def began_elsewhere(self) -> bool:
         """Whether the run starts at a checkpoint of another folder than its own."""
         return self.resume_path is not None and self.resume_path.resolve().parent != self.output_dir.resolve()
-
-    def close(self) -> None:
-        """Frees the folder."""
-        if self.lock is not None:
-            self.lock.file.close()
 
 
 def join_processes(parser: Parser, args: argparse.Namespace) -> distributed.Process:
@@ -169,43 +160,39 @@ def enter_folder(
     args: argparse.Namespace,
     argv: Sequence[str] | None,
     process: distributed.Process,
-    created: list[Path],
+    set_up: SetUp,
 ) -> tuple[Start, list[str]]:
     """Locks the output folder and finds the checkpoint to resume from. Returns (the start, remarks for the log).
 
-    argv: the command line (default: this program's). created: gets the paths that this start creates. ValueError if the
-    folder lies inside the data, is not writable, is in use by another run, or is not the same for all processes. With
-    --check_data nothing that lies in the folder is changed.
+    argv: the command line (default: this program's). ValueError if the folder lies inside the data, is not writable, is
+    in use by another run, or is not the same for all processes. With --check_data nothing that lies in the folder is
+    changed.
     """
 
     def check_folder() -> Path:
         # The next start would read other data.
         refuse_inside_data("--output_dir", args.output_dir, args.dataset, args.data_path)
-        return writable_folder(args.output_dir, created)
+        return set_up.create_folder(args.output_dir)
 
     collectives.run_on_rank0(check_folder)  # if the start fails, rank 0 removes the folders that it has created
     output_dir = collectives.run_everywhere(check_folder)
     origin = describe_start(program, argv)
-    lock: FolderLock | None = None
 
     def lock_and_look() -> tuple[Path | None, list[str]]:
-        nonlocal lock
         refuse_foreign_files(output_dir)
-        lock = FolderLock(output_dir, created)
-        paths = [output_dir / name for name in FILES]
-        created.extend(path for path in paths if not path.exists())  # by now: another start may have ended
+        notes = set_up.lock_folder(output_dir, FILES)
         if not args.check_data:
             for pattern in LEFTOVERS:
                 for leftover in output_dir.glob(pattern):
                     leftover.unlink()
         path, remarks = find_checkpoint(output_dir, args.resume, adopts=not args.check_data)
-        return path, lock.remarks + remarks
+        return path, notes + remarks
 
     # Rank 0 chooses, so that all ranks resume from the same file.
     resume_path, remarks = collectives.run_on_rank0(lock_and_look)
     if process.world_size > 1:
         refuse_separate_folders(output_dir)
-    return Start(program, process, output_dir, resume_path, origin, lock), remarks
+    return Start(program, process, output_dir, resume_path, origin), remarks
 
 
 def describe_start(program: str, argv: Sequence[str] | None) -> StartInfo:

@@ -118,6 +118,10 @@ class RunSchedule:
     epochs: float  # length of the schedule, recorded with the run
     unit: str = "epoch"  # of --eval_every, or "iteration"
 
+    def last_step(self, max_steps: int | None) -> int:
+        """Returns the step after which a start ends."""
+        return self.num_steps if max_steps is None else min(self.num_steps, max_steps)
+
 
 def schedule_by_epochs(parser: Parser, args: argparse.Namespace, plan: Plan, steps_per_epoch: int) -> RunSchedule:
     """Returns the schedule of a run whose flags count epochs."""

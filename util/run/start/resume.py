@@ -31,7 +31,7 @@ def read_resumed(start: Start, total_batch_size: int) -> CheckpointInfo | None:
     if info.run is None or info.run.is_best:
         raise holds_no_run(start.resume_path)
     if info.run.program != start.program:
-        raise ValueError(describe_other_program(info.run.program, start))
+        raise ValueError(f"{str(start.resume_path)!r} is a run of {info.run.program}, not of {start.program}")
     total_before = info.settings["total_batch_size"]
     if total_before != total_batch_size:
         raise ValueError(
@@ -45,16 +45,6 @@ def holds_no_run(path: Path) -> CheckpointError:
     return CheckpointError(
         f"{str(path)!r} holds weights but no run to resume; --resume takes a checkpoint of this program"
     )
-
-
-def describe_other_program(program: str, start: Start) -> str:
-    """Returns the error that the checkpoint belongs to a run of another program."""
-    if not start.began_elsewhere:
-        return f"{str(start.output_dir)!r} holds a run of {program}; choose another --output_dir"
-    message = f"--resume {start.resume_path} is a run of {program}, not of {start.program}"
-    if program == "main_pretrain.py":
-        message += "; to fine-tune it, give it as --finetune"
-    return message
 
 
 def restore(path: Path, is_verified: bool, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -243,24 +233,10 @@ def choose_encoder(
         old = Path(first.path).resolve()
         new = Path(given.path).resolve()
         return first, [f"warning: this run continues from {old}; {new}, which is newer, is ignored"]
-    raise ValueError(describe_other_encoder(first, given, resumed.is_finished, start, flag))
-
-
-def describe_other_encoder(
-    first: EncoderSource | None, given: EncoderSource, is_finished: bool, start: Start, flag: str
-) -> str:
-    """Returns the error that a run began with the encoder `first`, and not with the one that `flag` gives now."""
-    new = Path(given.path).resolve()
-    if first is None:
-        began_with = f"training from scratch, not of {str(new)!r}"
-    elif Path(first.path).resolve() == new:
-        began_with = f"an earlier {str(new)!r}, which has changed since"
-    else:
-        began_with = f"{str(Path(first.path).resolve())!r}, not of {str(new)!r}"
-    holder = repr(str(start.output_dir))
-    advice = "choose another --output_dir"
-    if start.began_elsewhere:
-        holder = f"--resume {str(start.resume_path)!r}"
-        advice = f"--resume and --{flag} exclude each other unless the run began with that encoder: leave one out"
-    held = "the results" if is_finished else "a run"
-    return f"{holder} holds {held} of {began_with}; {advice}"
+    began_with = "random weights"
+    if first is not None:
+        began_with = f"{str(Path(first.path).resolve())!r}, SHA-256 {first.sha256[:8]}"
+    raise ValueError(
+        f"--{flag} {str(Path(given.path).resolve())!r} has SHA-256 {given.sha256[:8]}, but the run of "
+        f"{str(start.resume_path)!r} began with {began_with}: choose another --output_dir"
+    )

@@ -1,4 +1,4 @@
-"""A run before its model is there. Whoever looks for the resume of a run starts here; its end: `util.run.train.ending`.
+"""A run before its model is there, in its processes and its folder. What follows: `util.run.train.training`.
 
 with Run.begin(PROGRAM, parser, args, argv, ...) as run:  # flags, processes, folder, what the run was before
     images, model, optimizer, loader = ...
@@ -97,39 +97,32 @@ class Run:
         check: refuses the program's own flags before the folder is touched. default_batch_size, fitting_batch: see
         `make_plan`.
         """
-        start: Start | None = None
-        try:
-            with exit_on_setup_errors(parser) as set_up:
-                process = join_processes(parser, args)
-                patience = first_timeout(args.dist_timeout, may_compile(args.compile, args.device))
-                with Watchdog(args.dist_timeout, patience, process.rank, Path(args.output_dir)) as watchdog:
-                    watchdog.begin_phase("output folder")
-                    plan = make_plan(args, process, default_batch_size, fitting_batch)
-                    check(args, plan)
-                    if process.is_main:
-                        set_up.handle_signals()
-                    start, notes = enter_folder(program, args, argv, process, set_up.created)
-                    resumed = read_resumed(start, plan.total_batch_size)
-                    encoder, encoder_notes = find_first_weights(args, start, resumed, encoder_flag)
-                    notes = [*notes, *encoder_notes]
-                    chosen = parser.flags_chosen()
-                    watchdog.begin_phase("images")
-                    yield cls(
-                        parser=parser,
-                        args=args,
-                        chosen=chosen,
-                        plan=plan,
-                        start=start,
-                        set_up=set_up,
-                        watchdog=watchdog,
-                        resumed=resumed,
-                        encoder_flag=encoder_flag,
-                        encoder=encoder,
-                        notes=notes,
-                    )
-        finally:
-            if start is not None:
-                start.close()
+        with exit_on_setup_errors(parser) as set_up:
+            process = join_processes(parser, args)
+            patience = first_timeout(args.dist_timeout, may_compile(args.compile, args.device))
+            with Watchdog(args.dist_timeout, patience, process.rank, Path(args.output_dir)) as watchdog:
+                watchdog.begin_phase("output folder")
+                plan = make_plan(args, process, default_batch_size, fitting_batch)
+                check(args, plan)
+                if process.is_main:
+                    set_up.handle_signals()
+                start, notes = enter_folder(program, args, argv, process, set_up)
+                resumed = read_resumed(start, plan.total_batch_size)
+                encoder, encoder_notes = find_first_weights(args, start, resumed, encoder_flag)
+                watchdog.begin_phase("images")
+                yield cls(
+                    parser=parser,
+                    args=args,
+                    chosen=parser.flags_chosen(),
+                    plan=plan,
+                    start=start,
+                    set_up=set_up,
+                    watchdog=watchdog,
+                    resumed=resumed,
+                    encoder_flag=encoder_flag,
+                    encoder=encoder,
+                    notes=[*notes, *encoder_notes],
+                )
 
     @property
     def process(self) -> Process:

@@ -9,22 +9,26 @@ step, and all that a report needs in one all-reduce.
 
 import math
 import random
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from util.addressed import STEP, addressed_seed
-from util.collectives import all_reduce_sum, rank_and_world_size
+from util.collectives import all_reduce_sum, gather_objects, rank_and_world_size
 from util.data.transforms import Normalize
-from util.run.processes.distributed import DeviceCopies, Precision, memory_scalars
-from util.run.processes.supervise import Stopped, StopSignal, Watchdog
+from util.run.processes.distributed import DeviceCopies, memory_scalars, precision
+from util.run.processes.supervise import Stopped, StopSignal
+from util.run.start.plan import RunSchedule
+from util.run.start.run import Run
 from util.run.train.logging import RunLog
-from util.run.train.step_graphs import StepGraphs
+from util.run.train.step_graphs import ForwardBackward, StepGraphs
 from util.text import duration, rate
 
 SLOW_DATA = 0.1  # warn if more than this share of the time is spent waiting for data
@@ -154,73 +158,73 @@ class ReportSums:
     bad_streak: int
     data_seconds: list[float]  # of each rank, since the last report
     host_seconds: list[float]
-    numbers: list[float]  # of the listener, summed over the ranks
+    numbers: list[float]  # of `at_report`, summed over the ranks
 
 
-class ReportListener(Protocol):
-    """What else is done at each report and at the end of the run, by all ranks."""
+class AtReport(Protocol):
+    """What else is done at each report, by all ranks."""
 
-    def own_numbers(self) -> list[float]:
-        """Returns numbers of this rank. Their sums over all ranks are what `act_at_report` gets."""
+    def count(self) -> float:
+        """Returns a number of this rank."""
         ...
 
-    def act_at_report(self, numbers: Sequence[float]) -> None:
-        """Does it. The numbers are equal on all ranks, so that these can do the same."""
+    def report(self, total: float) -> None:
+        """Does it. total: the sum of all ranks' numbers, so that all ranks can do the same."""
         ...
 
 
-@dataclass
 class TrainLoop:
     """The state of a training loop, apart from model and data.
 
-    parameters: the trained parameters, in the model's order.
-    learning_rate: function (step, lr_scale) that returns the rate of a parameter group with that `lr_scale`.
-    normalize: turns images as stored (uint8, uint16 or float32) into normalised float images on the device.
-    images_per_step: images of one optimizer step over all ranks.
-    last_step: the step after which the run ends.
-    clip_grad: bound on the norm of the whole gradient, or None.
-    data_hint: what to do if loading data is too slow, or "".
-    listener: what else is done at each report.
-    hosts: the host of each rank.
-    measures: functions of a report's values that return further ones.
-    graphs: replays the passes and the update of a step, if --cuda_graph is given.
+    at_report: what else is done at each report. measures: functions of a report's values that return further ones.
     """
 
-    parameters: list[torch.nn.Parameter]
-    optimizer: torch.optim.Optimizer
-    precision: Precision
-    normalize: Normalize
-    learning_rate: Callable[..., float]
-    log: RunLog
-    stop: StopSignal
-    watchdog: Watchdog
-    images_per_step: int
-    steps_per_epoch: int
-    last_step: int
-    accum_iter: int = 1
-    clip_grad: float | None = None
-    seed: int = 0
-    print_freq: int = 20
-    data_hint: str = ""
-    listener: ReportListener | None = None
-    hosts: Sequence[str] = ()
-    measures: list[Callable[[dict[str, Any]], dict[str, float]]] = field(default_factory=list)
-    graphs: StepGraphs | None = None
-    step: int = 0  # number of optimizer steps done, over all starts of the run
-    losses: dict[str, torch.Tensor] = field(default_factory=dict)  # of the current step, summed over micro-batches
-
-    def __post_init__(self) -> None:
-        self.device = self.normalize.mean.device
+    def __init__(
+        self,
+        run: Run,
+        schedule: RunSchedule,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        normalize: Normalize,
+        log: RunLog,
+        data_hint: str = "",
+    ) -> None:
+        """model: as it is called: compiled, in DDP. normalize: turns images as stored (uint8, uint16 or float32) into
+        normalised float images, on the device. data_hint: what to do if loading data is too slow, or "".
+        """
+        self.parameters = [p for p in model.parameters() if p.requires_grad]  # in the model's order
+        self.optimizer = optimizer
+        self.normalize = normalize
+        self.log = log
+        self.data_hint = data_hint
+        self.device = run.process.device
+        self.watchdog = run.watchdog
+        self.stop = StopSignal(self.device)
+        self.precision = precision(run.plan.precision, self.device)
+        self.images_per_step = run.plan.total_batch_size  # over all ranks
+        self.accum_iter = run.plan.accum_iter
+        self.learning_rate = schedule.learning_rate
+        self.steps_per_epoch = schedule.steps_per_epoch
+        self.last_step = schedule.last_step(run.args.max_steps)  # after which this start ends
+        self.clip_grad: float | None = run.args.clip_grad  # bound on the norm of the whole gradient
+        self.seed: int = run.args.seed
+        self.print_freq: int = run.args.print_freq
+        self.hosts = gather_objects(socket.gethostname())  # of each rank
+        self.at_report: list[AtReport] = []
+        self.measures: list[Callable[[dict[str, Any]], dict[str, float]]] = []
+        self.graphs: StepGraphs | None = None
         self.copies = DeviceCopies(self.device)
         self.num_asked = torch.zeros(1)  # ranks that were asked to stop before the last update, on the device
         self.meter = Meter(self.device)
         self.clock = Clock()
-        self.num_reports = 0
         self.host_hint = HOST_HINT if self.device.type == "cuda" else ""
+        self.losses: dict[str, torch.Tensor] = {}  # of the current step, summed over micro-batches
+        self.step = 0  # number of optimizer steps done, over all starts of the run
+        self.first_step = 0  # of this start
+        self.num_micro = 0  # micro-batches of the current step whose forward pass has begun
+        self.num_reports = 0
         self.has_begun = False
         self.has_stopped = False  # `should_stop` has been true: the run ends
-        self.first_step = self.step  # of this start
-        self.num_micro = 0  # micro-batches of the current step whose forward pass has begun
 
     @property
     def autocast(self) -> Callable[[], AbstractContextManager]:
@@ -285,12 +289,10 @@ class TrainLoop:
             return nullcontext()
         return model.no_sync()
 
-    def run_pass(self, compute: Callable[..., None], model: torch.nn.Module, batch: list[Any], micro: int) -> None:
-        """Runs `compute(model, batch, micro, loop)`, the forward and backward pass of a micro-batch, or its graph."""
-        if self.graphs is None:
-            compute(model, batch, micro, self)
-            return
-        self.graphs.run_pass(compute, model, batch, micro, self)
+    def capture_steps(self, forward_backward: ForwardBackward) -> ForwardBackward:
+        """Captures updates, and the passes of the result, as CUDA graphs: see `StepGraphs`."""
+        self.graphs = StepGraphs(self.optimizer, self.device)
+        return partial(self.graphs.run_pass, forward_backward)
 
     def scaled_loss(self, losses: dict[str, torch.Tensor], micro: int) -> torch.Tensor:
         """Returns the scalar whose `backward()` gives this micro-batch's share of the gradient. Logs `losses`.
@@ -370,9 +372,7 @@ class TrainLoop:
     def exchange(self) -> ReportSums:
         """Sums over the ranks all that a report needs, in one all-reduce, and waits for it. All ranks must call it."""
         rank, world_size = rank_and_world_size()
-        numbers: list[float] = []
-        if self.listener is not None:
-            numbers = self.listener.own_numbers()
+        numbers = [float(work.count()) for work in self.at_report]
         seconds = torch.zeros(2, world_size)
         seconds[:, rank] = torch.tensor([self.clock.data_seconds, self.clock.host_seconds])
         of_host = torch.cat([seconds.flatten(), torch.tensor(numbers)]).to(self.device, non_blocking=True)
@@ -389,11 +389,6 @@ class TrainLoop:
             host_seconds=host_seconds.tolist(),
             numbers=numbers_of_all.tolist(),
         )
-
-    def notify_listener(self, numbers: Sequence[float]) -> None:
-        """Does what else is done at each report and at the end. numbers: see `exchange`. All ranks must call it."""
-        if self.listener is not None:
-            self.listener.act_at_report(numbers)
 
     def report(self, epoch_ends: bool, interim: bool = False) -> None:
         """Logs the means since the last report, which waits for the device. FloatingPointError if steps are lost.
@@ -427,7 +422,8 @@ class TrainLoop:
             scalars["epoch_loss"] = _total(epoch_means)
         line, postfix = self._describe(scalars)
         self.log.report(step, scalars, line, postfix, interim)
-        self.notify_listener(sums.numbers)
+        for work, total in zip(self.at_report, sums.numbers, strict=True):
+            work.report(total)
         self.num_reports += 1
         if self.num_reports > 1:  # the first one includes the start of the workers
             self._advise(scalars)

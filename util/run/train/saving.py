@@ -117,6 +117,15 @@ class CheckpointSaver:
             return True
         return time.monotonic() - self.began >= 60 * self.save_minutes
 
+    def count(self) -> float:
+        """Returns 1 on rank 0 if it is time to save: see `AtReport`."""
+        return float(self.start.process.is_main and self.is_time())
+
+    def report(self, total: float) -> None:
+        """Saves if it is time."""
+        if total > 0:
+            self.save()
+
     def is_last_try(self) -> bool:
         """Whether the run ends if one more save fails. For rank 0."""
         return self.num_failures > 0 and (not self.has_checkpoint or self.num_failures + 1 >= MAX_FAILURES)

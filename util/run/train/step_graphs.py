@@ -13,6 +13,7 @@ import torch
 
 WARM_UP = 3  # steps of a start before the capture; they compile, choose kernels and make the optimizer's state
 
+ForwardBackward = Callable[..., None]  # (model, batch, micro, loop): computes the gradient of a micro-batch
 Replay = Callable[[], None]
 Update = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # flag -> (norm of the gradient, sum of the flags)
 
@@ -44,7 +45,7 @@ class StepGraphs:
         return self.num_steps >= WARM_UP
 
     def run_pass(
-        self, compute: Callable[..., None], model: torch.nn.Module, batch: list[Any], micro: int, loop: Any
+        self, compute: ForwardBackward, model: torch.nn.Module, batch: list[Any], micro: int, loop: Any
     ) -> None:
         """Calls or replays `compute(model, batch, micro, loop)`. Batches have the same shapes."""
         if not self.is_warm:

@@ -7,10 +7,11 @@ made at reports.
 
 import gc
 import json
-import socket
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -18,23 +19,24 @@ from torch import nn
 from util import collectives
 from util.cores import cores_per_process
 from util.data.datasets import AddressedDataset
-from util.data.loader import BadImages, TooManyBadImages
+from util.data.images import ImageError
+from util.data.loader import BadImages, TooLittleMemory
 from util.data.open import data_hint
 from util.data.transforms import Normalize
+from util.data.workers import kill_workers
+from util.run.cli import Parser
 from util.run.files import search
-from util.run.files.lock import remove_created
 from util.run.files.record import CheckpointInfo
-from util.run.files.reports import set_aside_earlier_run, write_json, write_state
-from util.run.processes.distributed import precision, shut_down
-from util.run.processes.supervise import Stopped, StopSignal
+from util.run.files.reports import STATE, set_aside_earlier_run, write_json, write_state
+from util.run.processes.distributed import shut_down
+from util.run.processes.supervise import Stopped, write_error_to_log
+from util.run.start.errors import is_full_gpu, message_of, refuse
 from util.run.start.plan import RunSchedule
 from util.run.start.run import Run, RunFacts
-from util.run.train.ending import end_after_signal, finish_run, refuse_training_error
 from util.run.train.logging import RunLog, print_line, summary_lines
 from util.run.train.loop import TrainLoop
 from util.run.train.profile import Profile
 from util.run.train.saving import CheckpointSaver
-from util.run.train.step_graphs import StepGraphs
 from util.run.train.wrap import wrap_model
 from util.text import count_of, printable
 
@@ -80,14 +82,10 @@ class Training:
         dataset: AddressedDataset,
         schedule: RunSchedule,
         facts: RunFacts,
-        captures_steps: bool = False,
     ) -> "Training":
-        """Restores model and optimizer if there is a checkpoint, and makes all that trains them: see `Run.restore`.
-
-        captures_steps: launch steps as CUDA graphs.
-        """
+        """Restores model and optimizer if there is a checkpoint, and makes all that trains them: see `Run.restore`."""
         info, state = run.restore(model, optimizer, dataset.images, schedule, facts)
-        return cls(run, model, optimizer, dataset, schedule, info, state, captures_steps)
+        return cls(run, model, optimizer, dataset, schedule, info, state)
 
     def __init__(
         self,
@@ -98,7 +96,6 @@ class Training:
         schedule: RunSchedule,
         info: CheckpointInfo,
         state: dict[str, Any] | None,
-        captures_steps: bool,
     ) -> None:
         """Opens the log and wraps the model. state: of the checkpoint that is resumed, see `Checkpoint.training`."""
         args = run.args
@@ -115,48 +112,23 @@ class Training:
         self.images = dataset.images
         self.schedule = schedule
         self.info = info
-        last_step = schedule.num_steps
-        if args.max_steps is not None:
-            last_step = min(last_step, args.max_steps)
+        last_step = schedule.last_step(args.max_steps)
         writes_log = process.is_main and not args.check_data
         if not run.start.continues_here and not args.check_data:
             run.note(*collectives.run_on_rank0(lambda: set_aside_earlier_run(run.output_dir)))
         self.log = RunLog(run.output_dir, run.first_step, last_step, writes_log, schedule.steps_per_epoch)
         self.wrapped = wrap_model(model, args, plan, process, run.note)
-        self.watchdog = run.watchdog
-        self.stop = StopSignal(process.device)
-        self.bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info)
-        cores = cores_per_process(process.local_world_size)
-        graphs: StepGraphs | None = None
-        if captures_steps:
-            graphs = StepGraphs(optimizer, process.device)
-        normalize = Normalize(info.settings["mean"], info.settings["std"], self.images.pixel_format)
-        self.loop = TrainLoop(
-            parameters=[p for p in self.wrapped.parameters() if p.requires_grad],
-            optimizer=optimizer,
-            precision=precision(plan.precision, process.device),
-            normalize=normalize.to(process.device),
-            learning_rate=schedule.learning_rate,
-            log=self.log,
-            images_per_step=plan.total_batch_size,
-            steps_per_epoch=schedule.steps_per_epoch,
-            last_step=last_step,
-            accum_iter=plan.accum_iter,
-            clip_grad=args.clip_grad,
-            seed=args.seed,
-            print_freq=args.print_freq,
-            data_hint=data_hint(self.images, plan.num_workers, cores, plan.device),
-            watchdog=self.watchdog,
-            stop=self.stop,
-            graphs=graphs,
-            listener=self,
-            hosts=collectives.gather_objects(socket.gethostname()),
-        )
+        normalize = Normalize(info.settings["mean"], info.settings["std"], self.images.pixel_format).to(process.device)
+        hint = data_hint(self.images, plan.num_workers, cores_per_process(process.local_world_size), plan.device)
+        self.loop = TrainLoop(run, schedule, self.wrapped, optimizer, normalize, self.log, hint)
         if run.resumed is not None and state is not None:
             self.loop.load_state(state, run.first_step, run.resumed.settings["precision"])
         self.saver = CheckpointSaver(
             run.start, info, model, self.loop, schedule, save_minutes=args.save_minutes, save_steps=args.save_steps
         )
+        save = partial(self.saver.save, final=True)
+        bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info, before_error=save)
+        self.loop.at_report += [bad_images, self.saver]
         self.profile = Profile(args.profile, last_step, process, self.log)
 
     def note(self, *notes: str) -> None:
@@ -235,7 +207,7 @@ class Training:
     def _end_check(self) -> None:
         """Ends the program of --check_data, which has set up all that a run has. Its folder is left as it was."""
         self.note("--check_data: the run would start; nothing was trained or saved")
-        remove_created(self.run.set_up.created)
+        self.run.set_up.undo()
         shut_down()
 
     def _train(
@@ -246,8 +218,8 @@ class Training:
         summary: Callable[[], Sequence[str]],
     ) -> bool:
         loop = self.loop
-        self.watchdog.begin_training()
-        with self.stop, self.saver:
+        self.run.watchdog.begin_training()
+        with loop.stop, self.saver:
             # An earlier start may have been stopped or killed before it did what was due at its last step.
             all_done = self._run_due(between)
             while not loop.has_ended():
@@ -262,14 +234,14 @@ class Training:
             # If a signal came while work was done between steps, the current step is not saved yet.
             self.saver.save(final=True)
             if loop.step < loop.last_step or not all_done:
-                self.write_state("stopped", self.stop.name or "a signal to another process")
-                end_after_signal(loop, self.stop)
+                self.write_state("stopped", loop.stop.name or "a signal to another process")
+                end_after_signal(loop)
                 return False
             if loop.step < self.schedule.num_steps:
                 self.write_state("stopped", f"--max_steps {loop.step}")
             else:
                 self.write_state("finished")
-            finish_run(loop, self.stop, "\n".join([*summary(), *self.closing_lines()]))
+            finish_run(loop, "\n".join([*summary(), *self.closing_lines()]))
         return True
 
     def _run_due(self, between: Sequence[BetweenSteps]) -> bool:
@@ -301,23 +273,6 @@ class Training:
                 end = min(end, (step // period + 1) * period)
         return range(step, end)
 
-    def own_numbers(self) -> list[float]:
-        """Returns the number of bad images, and 1 on rank 0 if it is time to save. See `ReportListener`."""
-        is_time = self.process.is_main and self.saver.is_time()
-        return [self.bad_images.count(), float(is_time)]
-
-    def act_at_report(self, numbers: Sequence[float]) -> None:
-        """Saves if it is time, also before an error of the data ends the run on all ranks: all steps are good."""
-        num_bad, is_time = numbers
-        try:
-            self.bad_images.report(round(num_bad))
-        except (TooManyBadImages, OSError):
-            self.saver.save()
-            self.saver.finish()
-            raise
-        if is_time:
-            self.saver.save()
-
     def ends_epoch(self, every: int) -> bool:
         """Whether the current step ends an epoch whose number is a multiple of `every`, or the whole schedule.
 
@@ -345,3 +300,56 @@ class Training:
             lines.append(f"  checkpoint   {finished[-1]}")
         lines.append(f"  TensorBoard  tensorboard --logdir {self.output_dir / 'tensorboard'}")
         return lines
+
+
+# ---------------------------------------------------------------------------------------------------------- the end
+
+
+def finish_run(loop: TrainLoop, summary: str) -> None:
+    """Prints the summary of a finished run and leaves the process group."""
+    loop.stop.finish()
+    loop.log.info(summary)
+    loop.log.close()
+    shut_down()
+
+
+def end_after_signal(loop: TrainLoop) -> None:
+    """Ends a run that a signal has stopped, after its checkpoint is saved.
+
+    Our signal handlers stay installed meanwhile: the previous ones might requeue the job or kill the process. After
+    Ctrl-C it raises KeyboardInterrupt, so that the shell stops its script, too.
+    """
+    stop = loop.stop
+    name = stop.name or "a signal to another process"
+    progress = f"after step {loop.step} of {loop.last_step}"
+    loop.log.info(f"stopped by {name} {progress}; the same command goes on from there")
+    loop.log.close()
+    stop.settle()
+    shut_down()
+    if stop.name == signal.SIGINT.name:
+        kill_workers()  # a program that dies of SIGINT runs no exit handlers
+        raise KeyboardInterrupt
+
+
+def refuse_training_error(parser: Parser, error: Exception, saver: CheckpointSaver, batch_size: int) -> NoReturn:
+    """Ends a training run after unreadable data, values that are not finite, an I/O error, or too little memory.
+
+    Other errors are bugs and are raised. Rank 0 writes its error to log and run.json. The other ranks may hang in a
+    collective, so the process group is left as it is. batch_size: of a micro-batch.
+    """
+    reason = message_of(error)
+    is_bug = False
+    if is_full_gpu(error):
+        images = count_of(batch_size, "image")
+        reason = f"{reason.partition('. ')[0]}, in micro-batches of {images}: lower --batch_size, or --recompute"
+        error = ValueError(reason)
+    elif not isinstance(error, (ImageError, FloatingPointError, TooLittleMemory, OSError)):
+        reason = f"{type(error).__name__}: {reason}"
+        is_bug = True
+    if saver.start.process.is_main:
+        write_error_to_log(saver.output_dir, reason)
+        if (saver.output_dir / STATE).exists():  # the folder may have gone
+            write_state(saver.output_dir, "failed", step=saver.loop.step, why=reason)
+    if is_bug:
+        raise error
+    refuse(parser, error, saver.advice(error))

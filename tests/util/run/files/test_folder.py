@@ -14,7 +14,7 @@ from tests.two_processes import run_in_two_processes
 from util import collectives
 from util.run.files import checkpoint, lock, search
 from util.run.files.checkpoint import prune_checkpoints, read_checkpoint, save_checkpoint
-from util.run.files.lock import FolderInUse, FolderLock, is_held
+from util.run.files.lock import FolderInUse, is_held, lock_folder
 from util.run.files.record import CheckpointError
 from util.run.start.folder import find_checkpoint
 
@@ -144,13 +144,13 @@ def test_rank_0_hashes_a_checkpoint_once(tmp_path, monkeypatch, rank, is_named, 
 def test_a_folder_that_cannot_be_written_to_is_the_users_error(tmp_path, monkeypatch):
     monkeypatch.replace_in(lock, "tempfile.TemporaryFile", fails_with(errno.EROFS))
     with pytest.raises(ValueError, match="cannot be written to .*choose another folder"):
-        lock.writable_folder(tmp_path)
+        lock.make_writable_folder(tmp_path)
 
 
 def test_a_storage_that_fails_may_work_later(tmp_path, monkeypatch):
     monkeypatch.replace_in(lock, "tempfile.TemporaryFile", fails_with(errno.ESTALE))
     with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
-        lock.writable_folder(tmp_path)
+        lock.make_writable_folder(tmp_path)
 
 
 def fails_with(number):
@@ -185,7 +185,7 @@ def test_a_folder_that_another_host_has_may_be_free_later(tmp_path):
     with held_by_another_process(tmp_path / "out"):
         (tmp_path / "out" / ".lock").write_text("process 7 on another-node\n")
         with pytest.raises(OSError, match="in use by process 7 on another-node"):
-            FolderLock(tmp_path / "out")
+            lock_folder(tmp_path / "out")
 
 
 def test_a_look_at_a_lock_does_not_take_it(tmp_path):
@@ -193,6 +193,6 @@ def test_a_look_at_a_lock_does_not_take_it(tmp_path):
     with held_by_another_process(tmp_path / "out"):
         assert is_held(tmp_path / "out")
         with pytest.raises(FolderInUse):
-            FolderLock(tmp_path / "out")
+            lock_folder(tmp_path / "out")
     assert not is_held(tmp_path / "out")
-    FolderLock(tmp_path / "out").file.close()
+    lock_folder(tmp_path / "out")[0].close()

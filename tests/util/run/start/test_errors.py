@@ -1,6 +1,5 @@
 """What a user reads when an error ends a run."""
 
-import argparse
 import os
 import signal
 import sys
@@ -11,6 +10,7 @@ from torch._utils import ExceptionWrapper
 
 from tests.runs import pretrain
 from util.data.images import ImageError
+from util.run.cli import Parser
 from util.run.start import errors
 from util.run.start.errors import exit_on_setup_errors, is_full_gpu, refuse
 
@@ -34,25 +34,18 @@ def test_an_error_of_a_worker_is_its_whole_message_in_one_line(capsys, message, 
     with pytest.raises(ImageError, match="Traceback") as from_worker:
         wrapper.reraise()
     with pytest.raises(SystemExit) as stop:
-        refuse(argparse.ArgumentParser("main.py"), from_worker.value)
+        refuse(Parser("main.py"), from_worker.value)
     assert stop.value.code == 2
     assert capsys.readouterr().err == f"main.py: error: {said}\n"
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ((), "in micro-batches of 8 images: give --batch_size 4, or --recompute"),
-        (("--batch_size", 1, "--total_batch_size", 4), "in micro-batches of 1 image: give --recompute"),
-    ],
-)
-def test_a_full_gpu_ends_a_run_with_one_sentence(photos, tmp_path, capsys, before_step, flags, said):
+def test_a_full_gpu_ends_a_run_with_one_sentence(photos, tmp_path, capsys, before_step):
     def fill():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 1")
 
     before_step(1, fill)
-    message = pretrain.refused(capsys, photos, tmp_path / "out", *flags)
-    assert f"error: CUDA out of memory, {said}" in message
+    message = pretrain.refused(capsys, photos, tmp_path / "out")
+    assert "CUDA out of memory, in micro-batches of 8 images: lower --batch_size" in message
     assert len(message.strip().splitlines()) == 1
 
 
@@ -77,9 +70,8 @@ def test_a_signal_in_the_set_up_removes_what_was_created_and_ends_the_process(tm
         raise SystemExit(-number)
 
     monkeypatch.setattr(errors, "die_of", die_of)
-    (tmp_path / "new").mkdir()
-    with pytest.raises(SystemExit) as end, exit_on_setup_errors(argparse.ArgumentParser()) as set_up:
-        set_up.created.append(tmp_path / "new")
+    with pytest.raises(SystemExit) as end, exit_on_setup_errors(Parser("main.py")) as set_up:
+        set_up.lock_folder(set_up.create_folder(tmp_path / "new" / "deep"))
         set_up.handle_signals()
         os.kill(os.getpid(), signal.SIGTERM)
     assert end.value.code == -signal.SIGTERM
@@ -90,7 +82,7 @@ def test_signals_have_their_default_action_after_the_set_up_and_other_handlers_s
     """submitit and Python itself have handlers."""
     before = signal.signal(signal.SIGUSR2, print)
     try:
-        with exit_on_setup_errors(argparse.ArgumentParser()) as set_up:
+        with exit_on_setup_errors(Parser("main.py")) as set_up:
             set_up.handle_signals()
             assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
             assert signal.getsignal(signal.SIGUSR2) == print

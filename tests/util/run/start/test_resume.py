@@ -109,7 +109,7 @@ def start(tmp_path, **parts):
     meta = info_of_run(**parts).to_json()
     path = save_checkpoint(tmp_path, 1, {"model": {"w": torch.zeros(1)}, "optimizer": {}}, meta)
     process = Process(torch.device("cpu"))
-    return Start("main_pretrain.py", process, tmp_path, path, StartInfo("files 1", ""), None)
+    return Start("main_pretrain.py", process, tmp_path, path, StartInfo("files 1", ""))
 
 
 def test_a_checkpoint_of_another_version_is_refused(tmp_path):

@@ -4,15 +4,18 @@ Without a GPU, a tape stands for a CUDA graph: it holds the operators of a captu
 and wrote, so that Python's values are frozen, and memory stays. Tests marked `gpu` capture real graphs.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from engine_pretrain import forward_backward, train_one_epoch
 from models_mae_pr import mae_vit_micro_patch4
 from tests.loops import a_driver
 from util.run.train import step_graphs
-from util.run.train.step_graphs import WARM_UP, StepGraphs
+from util.run.train.step_graphs import WARM_UP
 
 CPU = torch.device("cpu")
 
@@ -71,16 +74,10 @@ def a_run(has_graphs, device=CPU, **options):
     torch.manual_seed(0)
     model = mae_vit_micro_patch4(throw_ratio=0.5, drop_path_rate=0.2).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    graphs = StepGraphs(optimizer, device) if has_graphs else None
-    return a_driver(
-        model,
-        optimizer,
-        rate,
-        device=str(device),
-        graphs=graphs,
-        clip_grad=0.5,
-        **options,
-    )
+    run = a_driver(model, optimizer, rate, device=str(device), clip_grad=0.5, **options)
+    if has_graphs:
+        run.train = partial(train_one_epoch, compute=run.loop.capture_steps(forward_backward))
+    return run
 
 
 def assert_same(ours, theirs):
