@@ -22,7 +22,6 @@ with the images that are missing. An image that cannot be read is named and left
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from downstream.detection.masks import coco_masks
 from downstream.detection.predict_objects import Detections, choose_ids
-from downstream.segmentation.large_tiffs import format_of_large
+from downstream.segmentation.large_tiffs import LargeTiff
 from downstream.segmentation.predict_labels import LabelMaps
 from encoders.trained import load, note_on_view
 from scripts.parts.predict_classes import Probabilities
 from util.code_version import code_version
 from util.data.images import EncodedImages
 from util.data.invalid_pixels import InvalidPixels
+from util.data.pixel_format import PixelFormat
 from util.data.statistics import normalizer
 from util.evaluate.predictions import Predictor, Progress, open_unlabelled, write_record
 from util.evaluate.session import Session, evaluation_session
@@ -96,10 +96,11 @@ def open_images(args: argparse.Namespace, settings: Mapping[str, Any]) -> Encode
     invalid.check(settings["in_chans"])
     use_pillow = settings.get("loader") == "reference"
     images = open_unlabelled(args.images, in_chans=settings["in_chans"], use_pillow=use_pillow, invalid=invalid)
-    large_format = None
-    if args.keep_size:
-        large_format = partial(format_of_large, images)
-    images.choose_format(large_format)
+
+    def format_of_large(i: int) -> PixelFormat:
+        return LargeTiff(images, i).pixels
+
+    images.choose_format(format_of_large if args.keep_size else None)
     return images
 
 

@@ -20,18 +20,18 @@ def is_tiff(name: str) -> bool:
     return name.lower().endswith((".tif", ".tiff"))
 
 
-def size_of_tiff(images: EncodedImages, i: int) -> Size | None:
-    """Returns (height, width) of a TIFF in a file of its own, from its header; None for other images."""
+def size_of_tiff(images: EncodedImages, i: int) -> Size:
+    """Returns (height, width) of a TIFF in a file of its own, from its header; (0, 0) for other images."""
     path = images.path(i)
     if not isinstance(images, ImageFiles) or not is_tiff(path):
-        return None
+        return 0, 0
     try:
         with tifffile.TiffFile(path) as file:
             page = file.pages[0]
             refuse_turned(page.tags.valueof(ORIENTATION))
             return page.imagelength, page.imagewidth
     except Exception:  # of many types; reading it as a whole names what is wrong
-        return None
+        return 0, 0
 
 
 class LargeTiff:
@@ -43,6 +43,9 @@ class LargeTiff:
     def __init__(self, images: EncodedImages, i: int) -> None:
         self.path = images.path(i)
         self.invalid = images.invalid
+        self.size = size_of_tiff(images, i)
+        if self.size == (0, 0):
+            raise ImageError(f"{self.path!r} is no TIFF that is read in parts")
         try:
             import rasterio
 
@@ -59,7 +62,6 @@ class LargeTiff:
                 f"{self.path!r} is not read in parts: it must be one page of {images.in_chans} channels of "
                 f"{', '.join(RANGES)}"
             )
-        self.size: Size = (self.file.height, self.file.width)
         self.pixels = PixelFormat(images.in_chans, dtype, self.invalid.is_declared)
 
     def read(self, rows: slice, shape: Size | None = None) -> Tensor:
@@ -80,13 +82,6 @@ class LargeTiff:
         except (OSError, ValueError) as error:
             raise ImageError(f"{self.path!r} cannot be decoded: {error}") from error
         return to_tensor(array)
-
-
-def format_of_large(images: EncodedImages, i: int) -> PixelFormat:
-    """Returns the format of a TIFF that can be read in parts, and ImageError for other images."""
-    if size_of_tiff(images, i) is None:
-        raise ImageError(f"{images.path(i)!r} is no TIFF, which could be read in parts")
-    return LargeTiff(images, i).pixels
 
 
 def read_geo_tags(source: str | io.BytesIO) -> Tags:

@@ -9,6 +9,7 @@ and TIFFs may have any size: large ones are read and predicted row of windows by
 in all channels have the value of --ignore_index.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -120,14 +121,15 @@ class LabelMaps:
     @torch.no_grad()
     def write_missing(self, progress: Progress) -> None:
         """Writes the label maps that are missing. FloatingPointError if logits are not finite."""
-        missing = self.missing()
-        large = [i for i in missing if self.is_large(i)]
-        whole = [i for i in missing if i not in set(large)]
-        largest: Size | None = None
-        if self.image_scale is not None:
-            largest = (self.image_scale[0], self.image_scale[1])
+        whole = []
+        large = []
+        for i in self.missing():
+            if self.is_large(i):
+                large.append(i)
+            else:
+                whole.append(i)
         view = partial(prepare, image_scale=self.image_scale)
-        for batch in prepared_batches(self.images, whole, view, self.context.one_by_one(), progress, largest):
+        for batch in prepared_batches(self.images, whole, view, self.context.one_by_one(), progress):
             for i, seen in batch:
                 self.predict_whole(i, seen)
         for i in large:
@@ -140,10 +142,12 @@ class LabelMaps:
 
     def is_large(self, i: int) -> bool:
         """Whether an image is read row by row: a large TIFF, unless it can only be read as a whole."""
-        size = size_of_tiff(self.images, i)
-        if self.image_scale is not None or size is None or size[0] * size[1] <= MAX_WHOLE:
+        if self.image_scale is not None:
             return False
-        if size[0] * size[1] > max_pixels():
+        num_pixels = math.prod(size_of_tiff(self.images, i))
+        if num_pixels <= MAX_WHOLE:
+            return False
+        if num_pixels > max_pixels():
             return True
         try:
             return LargeTiff(self.images, i).pixels == self.images.pixel_format
@@ -156,9 +160,9 @@ class LabelMaps:
         logits = slide_logits(self.logits_of_windows, img, self.model.img_size, self.stride)
         size = (seen.invalid.shape[0], seen.invalid.shape[1])
         labels = self.label_values(resize_logits(logits, size), seen.invalid)
-        self.write_labels(i, labels)
         if i < self.num_pictures:
             self.write_picture(i, img, labels)
+        self.write_labels(i, labels)
 
     def predict_large(self, i: int) -> None:
         """Writes the label map of a TIFF that is read row by row. ImageError if it cannot be read."""
@@ -184,10 +188,10 @@ class LabelMaps:
                 if tiff.pixels.has_invalid:
                     invalid = find_invalid(tiff.read(rows))
                 labels[rows] = self.label_values(logits, invalid)
-            self.write_labels(i, labels)
             if i < self.num_pictures:
                 img = tiff.read(slice(0, height), picture_size(tiff.size))
                 self.write_picture(i, self.normalized(img), labels)
+            self.write_labels(i, labels)
 
     def normalized(self, img: Tensor) -> Tensor:
         """Returns an image [C, h, w] as stored, normalised and on the device."""
@@ -208,7 +212,7 @@ class LabelMaps:
         return labels
 
     def write_labels(self, i: int, labels: np.ndarray) -> None:
-        """Writes the label map of an image."""
+        """Writes the label map of an image, which is done then."""
         path = self.paths[i]
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced_file(path) as temporary:

@@ -1,6 +1,7 @@
 """Class probabilities of images without labels: OUT/predictions.csv."""
 
 import csv
+import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -46,7 +47,8 @@ class Probabilities:
         prepare: Callable[[torch.Tensor], torch.Tensor] = self.crop
         if self.images.pixel_format.has_invalid:
             prepare = partial(transform_valid, self.crop, epoch=0, index=0)
-        for batch in prepared_batches(self.images, self.missing(), prepare, self.context, progress, self.crop.size):
+        size = self.images.pixel_format.pixel_bytes * math.prod(self.crop.size) * self.context.batch_size
+        for batch in prepared_batches(self.images, self.missing(), prepare, self.context, progress, size):
             imgs = torch.stack([img for _, img in batch]).to(self.context.device, non_blocking=True)
             with self.context.autocast():
                 logits = self.model(self.context.normalize(imgs)).float()

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from util.data.folders import IMG_EXTENSIONS, is_image, list_folder, list_images
 from util.data.images import EncodedImages, ImageError, ImageFiles
 from util.data.loader import Loader
 from util.data.tars import open_tars
-from util.data.transforms import Size, to_tensor
+from util.data.transforms import to_tensor
 from util.evaluate.loop import EvalContext
 from util.evaluate.results import describe_changes
 from util.run.files.reports import write_json
@@ -123,14 +123,8 @@ class Progress:
         self.bar.close()
 
 
-class Unreadable(NamedTuple):
-    """Stands for an image that cannot be read."""
-
-    message: str
-
-
 class PreparedImages(torch.utils.data.Dataset):
-    """`dataset[(epoch, i)]` returns (i, `prepare` of image i [C, H, W] as stored), or (i, Unreadable)."""
+    """`dataset[(epoch, i)]` returns (i, `prepare` of image i [C, H, W] as stored), or (i, ImageError)."""
 
     def __init__(self, images: EncodedImages, prepare: Callable[[Tensor], Any]) -> None:
         self.images = images
@@ -141,7 +135,7 @@ class PreparedImages(torch.utils.data.Dataset):
         try:
             pixels, _ = self.images.load(i)
         except ImageError as error:
-            return i, Unreadable(str(error))
+            return i, error
         return i, self.prepare(to_tensor(pixels))
 
 
@@ -151,18 +145,15 @@ def prepared_batches(
     prepare: Callable[[Tensor], Any],
     context: EvalContext,
     progress: Progress,
-    largest: Size | None = None,
+    batch_bytes: int = 0,
 ) -> Iterator[list[tuple[int, Any]]]:
     """Yields the readable images in batches: (index, what `prepare` returns), made by the context's workers.
 
-    Others are named, and left out. largest: the largest (height, width) that `prepare` returns, if it is known.
+    Others are named, and left out. batch_bytes: of a batch of what `prepare` returns; 0 if unknown.
     """
     addresses = []
     for first in range(0, len(indices), context.batch_size):
         addresses.append([(0, i) for i in indices[first : first + context.batch_size]])
-    batch_bytes = 0
-    if largest is not None:
-        batch_bytes = images.pixel_format.pixel_bytes * largest[0] * largest[1] * context.batch_size
     loaded = Loader(
         PreparedImages(images, prepare),
         addresses,
@@ -175,8 +166,8 @@ def prepared_batches(
         for batch in loaded:
             readable = []
             for i, sample in batch:
-                if isinstance(sample, Unreadable):
-                    progress.fail(sample.message)
+                if isinstance(sample, ImageError):
+                    progress.fail(str(sample))
                 else:
                     readable.append((i, sample))
             if readable:
