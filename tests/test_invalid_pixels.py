@@ -1,7 +1,6 @@
 """Invalid pixels in pre-training: they have no part in targets, losses and gradients, and are thrown first."""
 
 import math
-import shutil
 import statistics
 
 import numpy as np
@@ -31,11 +30,9 @@ from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterC
 from util.pictures import INVALID_COLOR
 
 PIXEL_CLASSES = [name for name, kind in CLASSES.items() if issubclass(kind, PixelFramework)]
-OTHER_CLASSES = [name for name in CLASSES if name not in PIXEL_CLASSES]
 SIDE = 32
 
 pretrain = runs.pretrain
-finetune = runs.finetune.also("--batch_size 4")
 
 
 @pytest.fixture(scope="module")
@@ -182,15 +179,6 @@ def test_loss_and_gradients_are_finite_where_nothing_is_valid(imgs):
         assert gradient.isfinite().all()
     batch[:] = torch.nan
     nothing = model(*batch_of(model, batch))
-    assert nothing["pixel"] == 0
-
-
-@pytest.mark.parametrize("name", PIXEL_CLASSES)
-def test_invalid_pixels_have_no_loss_whatever_the_penalty(name, imgs):
-    """One that is 1 where the prediction is the target."""
-    model = build(name, has_invalid=True)
-    model.penalty = lambda error: 1 + error
-    nothing = model(*batch_of(model, torch.full_like(imgs, torch.nan)))
     assert nothing["pixel"] == 0
 
 
@@ -378,57 +366,13 @@ def test_the_loss_of_a_run_is_that_of_its_model_on_images_with_nan(scans, tmp_pa
     assert expected < 0.95 * filled
 
 
-def test_a_resumed_run_refuses_other_marks(scans, tmp_path, capsys):
+def test_other_marks_and_frameworks_are_refused(scans, tmp_path, capsys):
     pretrain(scans / "nan", tmp_path / "run", *NAN, "--max_steps", 1)
-    said = pretrain.refused(capsys, scans / "nan", tmp_path / "run", "--nodata", 0)
-    assert "nodata" in said
-    assert "nan" in said
+    assert "nodata" in pretrain.refused(capsys, scans / "nan", tmp_path / "run", "--nodata", 0)
     pretrain(scans / "nan", tmp_path / "run", *NAN, "--max_steps", 2)  # NaN equals NaN here
-
-
-def test_a_flag_that_marks_nothing_changes_no_bit_of_a_run(photos, tmp_path):
-    """Images whose pixels are all valid, with and without the flag: not one weight differs."""
-    source = open_images("folder", photos)
-    plain = tmp_path / "plain" / "train"
-    declared = tmp_path / "declared" / "train"
-    for folder in (plain, declared):
-        folder.mkdir(parents=True)
-    for i in range(16):
-        array = source.load(i)[0]
-        np.save(plain / f"{i}.npy", array)
-        band = np.full_like(array[:, :, :1], 7)
-        np.save(declared / f"{i}.npy", np.concatenate([array, band], axis=2))
-    expected = pretrain(plain.parent, tmp_path / "a", "--throw_ratio", 0)
-    found = pretrain(declared.parent, tmp_path / "b", "--throw_ratio", 0, *ALPHA)
-    for name, value in expected["model"].items():
-        assert torch.equal(value, found["model"][name]), name
-
-
-def test_frameworks_with_other_targets_refuse_the_flags(scans, tmp_path, capsys):
-    model = "localmim_vit_micro_patch4"
-    said = pretrain.refused(capsys, scans / "alpha", tmp_path / "run", "--model", model, *ALPHA)
-    assert f"keep invalid pixels out of losses on pixels, but {model} predicts other targets" in said
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("name", OTHER_CLASSES)
-def test_the_frameworks_with_other_targets_are_known(name):
-    assert name in ("LocalMIMViT", "TECViT")
-
-
-def test_values_that_cannot_be_are_refused(photos, tmp_path, capsys):
-    message = pretrain.refused(capsys, photos, tmp_path / "run", "--bands", 0, 3)
-    assert "--bands 0 3: give different channels from 0 to 2" in message
-
-
-def test_policies_of_rgb_are_not_applied_to_invalid_pixels(scans, tmp_path, capsys):
-    shutil.copytree(scans / "alpha" / "train", tmp_path / "data" / "train")
-    shutil.copytree(scans / "alpha" / "train", tmp_path / "data" / "val")
-    finetune(tmp_path / "data", tmp_path / "run", *ALPHA, "--max_steps", 1)
-    log = (tmp_path / "run" / "log.txt").read_text()
-    assert "is not applied, because the images have 3 channels of uint8, some pixels invalid" in log
-    said = finetune.refused(capsys, tmp_path / "data", tmp_path / "other", *ALPHA, "--aa", "rand-m9")
-    assert "--aa rand-m9 is for RGB images of 8 bits" in said
+    assert "--bands" in pretrain.refused(capsys, scans / "nan", tmp_path / "new", "--bands", 0, 3)
+    for model in ("localmim_vit_micro_patch4", "tec_vit_micro_patch4"):
+        assert model in pretrain.refused(capsys, scans / "alpha", tmp_path / "new", "--model", model, *ALPHA)
 
 
 # ------------------------------------------------------------------------------------------------------------- pictures

@@ -14,12 +14,9 @@ from downstream.segmentation.data import (
     SegmentationAugment,
     distort,
 )
-from encoders.trained import load
-from tests import runs
 from tests.downstream.bands import bands, replace_images
 from tests.downstream.dense import detect, segment
 from tests.downstream.detection.coco import open_split, write_coco
-from tests.downstream.segmentation.pairs import write_pairs
 from tests.runs import assert_same_state, reports_without_times
 from tests.util.data.test_invalid_pixels import clouds
 from util.data.pixel_format import PixelFormat
@@ -95,7 +92,6 @@ def test_neither_marks_nor_what_lies_under_them_change_a_run(program, tmp_path, 
         out = tmp_path / kind / "out"
         trained = program(root, out, *BANDS, *marks)
         outcomes[kind] = (trained, reports_without_times(out), (out / program.picture).read_bytes())
-        assert program.evaluate(root, out).items() >= expected_scores(outcomes[kind][1]).items()
     trained, log, picture = outcomes.pop("nan")
     assert trained["meta"]["settings"]["bands"] == [list(HELD)]
     for other_trained, other_log, other_picture in outcomes.values():
@@ -106,10 +102,6 @@ def test_neither_marks_nor_what_lies_under_them_change_a_run(program, tmp_path, 
     assert "--nodata" in message
 
 
-def expected_scores(log):
-    return {name.removeprefix("val_"): value for name, value in log[-1].items() if name.startswith("val_")}
-
-
 def test_marks_that_mark_nothing_change_no_bit(program, tmp_path):
     """8 bits, distorted. Padding of a segmentation would be the exact mean instead of the nearest value of 8 bits."""
     flags = ["--ratio_range", 1, 1] if "segmentation" in program.path else []
@@ -118,76 +110,6 @@ def test_marks_that_mark_nothing_change_no_bit(program, tmp_path):
     declared = program(root, tmp_path / "declared", *flags, "--bands", 0, 1)
     assert_same_state(declared, plain)
     assert reports_without_times(tmp_path / "declared") == reports_without_times(tmp_path / "plain")
-
-
-# ------------------------------------------------------------------------------------- thirteen bands, folder to scores
-
-TEN = [0, 1, 2, 3, 4, 5, 6, 8, 11, 12]
-THIRTEEN = ("--in_chans", 13, "--nodata", 0, "--bands", *TEN)
-SCENE = (40, 24)  # (width, height); --image_scale 64 24 leaves it as it is
-
-
-def scene(number, size):
-    """Thirteen bands of 16 bits, or ten, with holes of value 0. One band has a hole of its own."""
-    width, height = size
-    rng = np.random.default_rng(number)
-    array = rng.integers(1, 60_000, (height, width, 13), dtype=np.uint16)
-    array[hole(number, size)] = 0
-    array[:6, :, 4] = 0
-    return array[:, :, TEN] if number % 2 else array
-
-
-def marked_scene(path):
-    """The values of a file as floats [H, W, 13], NaN where nothing is known."""
-    array = np.load(path).astype(np.float64)
-    complete = np.full((*array.shape[:2], 13), np.nan)
-    complete[:, :, TEN if array.shape[2] == 10 else range(13)] = np.where(array == 0, np.nan, array)
-    return complete
-
-
-def slow_label_map(model, settings, values):
-    """The class of each pixel, from windows of 16 pixels every 10, averaged pixel by pixel."""
-    mean = np.array(settings["mean"]) * 65535
-    std = np.array(settings["std"]) * 65535
-    normalised = np.nan_to_num((values - mean) / std, nan=0.0)
-    img = torch.from_numpy(normalised).float().permute(2, 0, 1)
-    height, width = img.shape[1:]
-    total = np.zeros((3, height, width))
-    count = np.zeros((height, width))
-    for top in [*range(0, height - 16, 10), height - 16]:
-        for left in [*range(0, width - 16, 10), width - 16]:
-            window = img[None, :, top : top + 16, left : left + 16]
-            with torch.no_grad():
-                logits = model(window)["decode"]
-            logits = torch.nn.functional.interpolate(logits, size=(16, 16), mode="bilinear")[0]
-            total[:, top : top + 16, left : left + 16] += logits.numpy()
-            count[top : top + 16, left : left + 16] += 1
-    return (total / count).argmax(axis=0)
-
-
-def test_thirteen_bands_with_holes_from_a_folder_to_scores(tmp_path):
-    """mIoU by a loop of this test; only the model is the program's."""
-    root = tmp_path / "data"
-    for split, number in (("training", 6), ("validation", 4)):
-        write_pairs(root, number, split, size=SCENE)
-    replace_images(root, scene)
-    runs.pretrain(root / "images", tmp_path / "encoder", *THIRTEEN, "--batch_size", 3, "--max_steps", 2)
-    short = segment.also("--num_iters 4 --eval_every 4 --lr 1e-2")
-    short(root, tmp_path / "out", *THIRTEEN, "--finetune", tmp_path / "encoder")
-    trained = load(tmp_path / "out", "segmentation")
-    both = np.zeros(3)
-    either = np.zeros(3)
-    for number in range(4):
-        values = marked_scene(root / "images" / "validation" / f"{number}.npy")
-        truth = np.array(Image.open(root / "annotations" / "validation" / f"{number}.png"))
-        found = slow_label_map(trained.model, trained.settings, values)
-        counts = (truth != 255) & ~np.isnan(values).all(axis=2)
-        assert 0.2 < counts.mean() < 0.8
-        for k in range(3):
-            both[k] += ((found == k) & (truth == k) & counts).sum()
-            either[k] += (((found == k) | (truth == k)) & counts).sum()
-    scores = segment.evaluate(root, tmp_path / "out")
-    assert scores["miou"] == pytest.approx(100 * (both / either).mean(), abs=0.05)
 
 
 def test_all_valid_evaluates_on_whole_images(program, tmp_path, capsys):
