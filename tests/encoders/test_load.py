@@ -6,11 +6,9 @@ import pytest
 import timm
 import torch
 
-from encoders.load import LoadReport, load_all, load_blocks, load_encoder, read
+from encoders.load import load_all, load_blocks, load_encoder, read
 from encoders.models_relative_vit import relative_vit_micro_patch4
-from encoders.models_swin import swin_micro_patch4_window4
 from encoders.trained import load
-from frameworks.models_greenmim_pr import greenmim_swin_micro_patch4_window4
 from frameworks.models_simmim_pr import simmim_vit_micro_patch4
 from models_mae_pr import mae_vit_micro_patch4
 from models_vit import VisionTransformer
@@ -74,17 +72,12 @@ def test_load_encoder_resizes_positions(tmp_path, source_size, size, settings):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        (dict(embed_dim=96), "holds an encoder of width 96, this VisionTransformer has width 48"),
-        (dict(depth=1), "missing: blocks.1.norm1.weight"),
-        (dict(patch_size=4, img_size=16), "patch size 4, this VisionTransformer has 8: give --patch_size 4"),
-        (dict(img_size=(16, 32)), r"pos_embed \[1, 9, 48\] of '.*w.pth' .*cannot be resized"),
-    ],
+    "sizes",
+    [dict(embed_dim=96), dict(depth=1), dict(depth=3), dict(patch_size=4, img_size=16), dict(img_size=(16, 32))],
 )
-def test_load_encoder_refuses_other_sizes(tmp_path, sizes, message):
+def test_load_encoder_refuses_other_sizes(tmp_path, sizes):
     torch.save(encoder_weights(**sizes), tmp_path / "w.pth")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(CheckpointError, match="w.pth"):
         load_encoder(a_classifier(), tmp_path / "w.pth")
 
 
@@ -104,18 +97,6 @@ def test_a_head_of_other_classes_is_left_out(tmp_path, num_classes, classes, is_
     assert torch.equal(model.blocks[0].attn.qkv.weight, source.blocks[0].attn.qkv.weight)
 
 
-def test_the_report_names_what_was_resized_and_what_is_missing():
-    missing = [f"head.{k}" for k in range(8)]
-    report = LoadReport(["cls_token", "pos_embed"], ["pos_embed"], missing, ["decoder.a", "decoder.b"])
-    counts = str(report).split("; ")
-    assert counts == [
-        "2 loaded",
-        "1 resized (pos_embed)",
-        "8 missing (head.0, head.1, head.2, head.3, head.4, head.5, ...)",
-        "2 not used (decoder)",
-    ]
-
-
 def test_weights_of_a_student_are_found(tmp_path):
     """Values that are no tensors are left out."""
     weights = {"w": torch.ones(1), "version": 3}
@@ -133,7 +114,7 @@ def test_weights_of_a_student_are_found(tmp_path):
 )
 def test_contents_without_named_weights_are_refused(tmp_path, content):
     torch.save(content, tmp_path / "w.pth")
-    with pytest.raises(CheckpointError, match="w.pth' holds no weights by their names"):
+    with pytest.raises(CheckpointError, match="w.pth"):
         read(tmp_path / "w.pth")
 
 
@@ -145,7 +126,7 @@ def test_all_is_exact(tmp_path):
     model = VisionTransformer(global_pool="token", **SIZES)
     assert not load_all(model, read(tmp_path / "w.pth")).missing
     torch.save(encoder_weights(img_size=64) | {"extra": torch.ones(1)}, tmp_path / "w.pth")
-    with pytest.raises(CheckpointError, match="1 unexpected: extra; 1 of another shape: pos_embed"):
+    with pytest.raises(CheckpointError, match="extra.*pos_embed"):
         load_all(model, read(tmp_path / "w.pth"))
 
 
@@ -158,18 +139,8 @@ def test_blocks_start_another_pre_training(tmp_path):
     assert report.missing
     assert all(key.startswith(("decoder.blocks.2.", "decoder.blocks.3.")) for key in report.missing)
     assert torch.equal(model.decoder.blocks[1].mlp.fc1.weight, source.decoder.blocks[1].mlp.fc1.weight)
-    with pytest.raises(CheckpointError, match="does not hold the encoder of this SimMIMViT: missing: blocks.0.gamma_1"):
+    with pytest.raises(CheckpointError, match="blocks.0.gamma_1"):
         load_blocks(simmim_vit_micro_patch4(), tmp_path / "mae.pth")
-
-
-def test_blocks_of_simmim_keep_their_table(tmp_path):
-    source = simmim_vit_micro_patch4()
-    torch.nn.init.normal_(source.rel_pos_bias.relative_position_bias_table)
-    torch.save({"model": source.state_dict()}, tmp_path / "simmim.pth")
-    model = simmim_vit_micro_patch4()
-    assert not load_blocks(model, tmp_path / "simmim.pth").missing
-    table = model.rel_pos_bias.relative_position_bias_table
-    assert torch.equal(table, source.rel_pos_bias.relative_position_bias_table)
 
 
 def test_a_decoder_keeps_its_positions_on_another_grid_of_as_many_tokens(tmp_path):
@@ -182,39 +153,14 @@ def test_a_decoder_keeps_its_positions_on_another_grid_of_as_many_tokens(tmp_pat
     assert torch.equal(model.decoder.pos_embed, expected)
 
 
-def test_so_does_that_of_greenmim_whose_encoder_has_no_table_of_positions(tmp_path):
-    source = greenmim_swin_micro_patch4_window4(img_size=64)
-    weights = source.state_dict()
-    path = save_checkpoint(tmp_path, 1, {"model": weights}, {"settings": {"input_size": [64, 64]}})
-    model = greenmim_swin_micro_patch4_window4(img_size=(32, 128))
-    expected = model.decoder.pos_embed.clone()
-    assert expected.shape == weights["decoder.pos_embed"].shape
-    assert not torch.equal(expected, weights["decoder.pos_embed"])
-    load_blocks(model, path)
-    assert torch.equal(model.decoder.pos_embed, expected)
-    assert torch.equal(model.patch_embed.proj.weight, source.patch_embed.proj.weight)
-
-
 def test_positions_that_a_model_has_no_place_for_are_refused(tmp_path):
     """Those of a UPerNet on a relative ViT, for example: the classifier knows relative positions alone."""
     weights = relative_vit_micro_patch4(num_classes=3).state_dict()
     torch.save({"model": weights}, tmp_path / "w.pth")
     assert not load_encoder(relative_vit_micro_patch4(num_classes=3), tmp_path / "w.pth").unexpected
     torch.save({"model": weights | {"pos_embed": torch.ones(1, 65, 96)}}, tmp_path / "w.pth")
-    with pytest.raises(CheckpointError, match="holds another kind of encoder: .* has no pos_embed"):
+    with pytest.raises(CheckpointError, match="pos_embed"):
         load_encoder(relative_vit_micro_patch4(num_classes=3), tmp_path / "w.pth")
-
-
-def test_a_norm_before_the_blocks_is_refused(tmp_path):
-    torch.save({"model": encoder_weights() | {"pre_norm.weight": torch.ones(48)}}, tmp_path / "w.pth")
-    with pytest.raises(CheckpointError, match="has no pre_norm.weight"):
-        load_encoder(a_classifier(), tmp_path / "w.pth")
-
-
-def test_a_swin_of_more_blocks_is_refused(tmp_path):
-    torch.save({"model": swin_micro_patch4_window4(depths=(2, 6)).state_dict()}, tmp_path / "w.pth")
-    with pytest.raises(CheckpointError, match=r"this SwinTransformer has no layers\.1\.blocks\.4\.norm1\.weight"):
-        load_encoder(swin_micro_patch4_window4(), tmp_path / "w.pth")
 
 
 # ----------------------------------------------------------------------------------------------------- timm's folders

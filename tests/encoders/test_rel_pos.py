@@ -103,13 +103,3 @@ def test_tables_are_resized_along_both_axes():
     matrix = torch.from_numpy(interpolation_matrix(11, 13))
     expected = torch.outer(matrix @ y, matrix @ x)
     assert_close(resized.view(13, 13), expected)
-
-
-def test_small_tables():
-    resized = resize_bias_table(torch.ones(9, 2), (2, 2), (4, 4))
-    assert_close(resized, torch.ones(49, 2))
-
-
-def test_tables_of_other_windows_are_refused():
-    with pytest.raises(ValueError, match="a bias table of 120 rows does not belong to 11 x 11 offsets"):
-        resize_bias_table(torch.zeros(120, 2), (6, 6), (7, 7))
