@@ -9,7 +9,6 @@ import models_vit
 from encoders.trained import Trained
 from util import collectives
 from util.data.images import EncodedImages
-from util.data.invalid_pixels import InvalidPixels
 from util.data.open import refuse_other_data
 from util.data.statistics import normalizer
 from util.data.transforms import Size
@@ -227,13 +226,6 @@ def schedule_by_iterations(
 # -------------------------------------------------------------------------------------------------------------- data
 
 Images = TypeVar("Images", bound=EncodedImages)
-
-
-def marks_of_invalid(settings: Mapping[str, Any]) -> InvalidPixels:
-    """Returns what flags, or the settings of a model, declare as invalid. ValueError if it does not fit the images."""
-    invalid = InvalidPixels.from_settings(settings)
-    invalid.check(settings["in_chans"])
-    return invalid
 
 
 def args_of_model(

@@ -10,7 +10,7 @@ from typing import Any
 from encoders.load import load_all, read
 from framework import Framework
 from prmim import METHOD_ARGUMENTS
-from util.data.invalid_pixels import InvalidPixels
+from util.data.pixel_format import declares_invalid
 from util.lazy import ByName
 from util.run.files.record import CheckpointError, CheckpointInfo
 from util.text import count_of
@@ -98,7 +98,7 @@ def build_model(settings: Mapping[str, Any], read_files: bool = True) -> Framewo
     options = {argument: settings[argument] for argument in METHOD_ARGUMENTS}
     options["norm_pix_loss"] = settings["norm_pix_loss"]
     options["in_chans"] = settings.get("in_chans", 3)
-    has_invalid = InvalidPixels.from_settings(settings).is_declared
+    has_invalid = declares_invalid(settings)
     if has_invalid:
         options["has_invalid"] = True
     for flag in class_of(name).flags:

@@ -38,7 +38,7 @@ from util.atomic import replaced_file
 from util.cores import available_cores
 from util.data.folders import MissingSplit, SplitFiles, find_files
 from util.data.images import FolderImages, ImageError
-from util.data.invalid_pixels import InvalidPixels
+from util.data.open import marks_of
 from util.data.pixel_format import RGB8
 from util.data.tars import (
     INDEX,
@@ -214,8 +214,7 @@ def open_source(files: SplitFiles, args: argparse.Namespace) -> FolderImages:
     """Returns the images to pack. ValueError if there are none, or if they cannot be packed with these flags."""
     if files.tars:
         raise ValueError(f"SOURCE {str(files.root)!r} holds tars: train on it as it is")
-    invalid = InvalidPixels.from_settings(vars(args))
-    invalid.check(args.in_chans)
+    invalid = marks_of(vars(args))
     images = FolderImages(files.root, notes=files.notes, in_chans=args.in_chans, invalid=invalid)
     images.check()
     if args.quality is not None and images.pixel_format != RGB8:

@@ -35,7 +35,7 @@ from encoders.trained import load, note_on_view
 from scripts.parts.predict_classes import Probabilities
 from util.code_version import code_version
 from util.data.images import EncodedImages
-from util.data.invalid_pixels import InvalidPixels
+from util.data.open import marks_of
 from util.data.pixel_format import PixelFormat
 from util.data.statistics import normalizer
 from util.evaluate.predictions import Predictor, Progress, open_unlabelled, write_record
@@ -92,8 +92,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def open_images(args: argparse.Namespace, settings: Mapping[str, Any]) -> EncodedImages:
     """Opens the images as the run's were read. ValueError if there are none that the model takes."""
-    invalid = InvalidPixels.from_settings(settings)
-    invalid.check(settings["in_chans"])
+    invalid = marks_of(settings)
     use_pillow = settings.get("loader") == "reference"
     images = open_unlabelled(args.images, in_chans=settings["in_chans"], use_pillow=use_pillow, invalid=invalid)
 

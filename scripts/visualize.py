@@ -24,8 +24,7 @@ from frameworks.registry import load_run
 from util import pictures
 from util.data.folders import refuse_inside_data
 from util.data.images import evenly_spaced
-from util.data.invalid_pixels import InvalidPixels
-from util.data.open import open_images
+from util.data.open import marks_of, open_images
 from util.data.statistics import normalizer
 from util.run.cli import Parser, prepare_file, run_program, user_errors
 from util.run.files import record
@@ -54,7 +53,7 @@ def show_run(args: argparse.Namespace) -> None:
         "val",
         in_chans=settings.get("in_chans", 3),
         image_column=image_column,
-        invalid=InvalidPixels.from_settings(settings),
+        invalid=marks_of(settings),
     )
     measured = evenly_spaced(len(images), args.max_images)
     errors_by_name = measure(model, settings, images, measured)

@@ -21,7 +21,7 @@ from downstream.detection.annotations import count_beyond, read_coco
 from downstream.detection.masks import decode_mask
 from util.addressed import AUGMENT, addressed_numbers
 from util.data.images import ImageError, ImageFiles
-from util.data.invalid_pixels import ALL_VALID, InvalidPixels, resize_valid
+from util.data.invalid_pixels import InvalidPixels, resize_valid
 from util.data.pixel_format import Header
 from util.data.transforms import Size, mirror, resize
 from util.text import count_of, list_shares, shorten
@@ -67,7 +67,7 @@ class CocoImages(ImageFiles):
         image_root: str | Path,
         training: bool,
         in_chans: int = 3,
-        invalid: InvalidPixels = ALL_VALID,
+        invalid: InvalidPixels | None = None,
     ) -> None:
         self.json_path = Path(json_path)
         content = read_coco(self.json_path)

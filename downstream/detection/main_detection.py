@@ -31,6 +31,7 @@ from encoders.load import load_encoder
 from encoders.trained import load
 from util.data.datasets import AddressedDataset
 from util.data.images import check_classes, check_splits
+from util.data.open import marks_of
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
 from util.run.cli import FlagGroup, Parser, parse_with_recipe, run_program
@@ -162,7 +163,7 @@ def open_split(args: argparse.Namespace, split: str) -> CocoImages:
         root / getattr(args, f"{split}_images"),
         training=split == "train",
         in_chans=args.in_chans,
-        invalid=common.marks_of_invalid(vars(args)),
+        invalid=marks_of(vars(args)),
     )
     return common.open_everywhere(args, split, open_images)
 

@@ -25,7 +25,7 @@ from util.addressed import AUGMENT, addressed_numbers
 from util.data.decode import PILLOW_ERRORS, has_16_bits, open_image
 from util.data.folders import list_images, note_unread, spelling, split_of
 from util.data.images import ImageError, ImageFiles, evenly_spaced, read_file
-from util.data.invalid_pixels import ALL_VALID, InvalidPixels, invalid_everywhere, resize_valid
+from util.data.invalid_pixels import InvalidPixels, invalid_everywhere, resize_valid
 from util.data.transforms import TRIES, Size, mirror
 from util.text import count_of, shorten
 
@@ -107,7 +107,7 @@ class SegmentationImages(ImageFiles):
         split: str,
         values: LabelValues,
         in_chans: int = 3,
-        invalid: InvalidPixels = ALL_VALID,
+        invalid: InvalidPixels | None = None,
     ) -> None:
         self.split = split
         self.values = values
@@ -180,7 +180,7 @@ class SegmentationImages(ImageFiles):
         img, label = self.load(i)
         labels = self.load_labels(i)
         self.refuse_sizes(i, img.shape[:2], labels.shape)
-        if self.invalid.is_declared:
+        if self.invalid is not None:
             labels = np.where(invalid_everywhere(img), IGNORE, labels)
         last_channel = labels[:, :, None].astype(img.dtype)
         return np.concatenate([img, last_channel], axis=2), label

@@ -56,13 +56,16 @@ class LargeTiff:
             raise ImageError(f"{self.path!r} cannot be read in parts: {error}") from error
         dtype = self.file.dtypes[0]
         is_packed = "NBITS" in self.file.tags(1, ns="IMAGE_STRUCTURE")  # such as float16, which becomes float32
-        has_bands = self.file.count in self.invalid.band_counts(images.in_chans)
+        counts = [images.in_chans]
+        if self.invalid is not None:
+            counts = self.invalid.band_counts(images.in_chans)
+        has_bands = self.file.count in counts
         if self.file.subdatasets or is_packed or dtype not in RANGES or not has_bands:
             raise ImageError(
                 f"{self.path!r} is not read in parts: it must be one page of {images.in_chans} channels of "
                 f"{', '.join(RANGES)}"
             )
-        self.pixels = PixelFormat(images.in_chans, dtype, self.invalid.is_declared)
+        self.pixels = PixelFormat(images.in_chans, dtype, self.invalid is not None)
 
     def read(self, rows: slice, shape: Size | None = None) -> Tensor:
         """Returns rows as images are stored, [C, h, W]; their nearest pixels, if another (h, W) is given.
@@ -75,7 +78,7 @@ class LargeTiff:
         try:
             bands = self.file.read(window=window, out_shape=(self.file.count, *shape))
             array = np.moveaxis(bands, 0, -1)
-            if self.pixels.has_invalid:
+            if self.invalid is not None:
                 array = self.invalid.mark(array, self.pixels.channels)
             elif self.pixels.is_float:
                 refuse_not_finite(array)

@@ -37,6 +37,7 @@ from encoders.trained import load
 from util import collectives
 from util.data.datasets import AddressedDataset
 from util.data.images import check_splits
+from util.data.open import marks_of
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
 from util.lazy import LazyModule
@@ -191,7 +192,7 @@ def open_split(args: argparse.Namespace, split: str) -> SegmentationImages:
     ValueError on all ranks if a file cannot be used, or if no pixel has a class.
     """
     values = LabelValues(args.num_classes, args.ignore_index, args.reduce_zero_label)
-    invalid = common.marks_of_invalid(vars(args))
+    invalid = marks_of(vars(args))
     open_images = partial(SegmentationImages, args.data_path, split, values, args.in_chans, invalid)
     return common.open_everywhere(args, split, open_images)
 

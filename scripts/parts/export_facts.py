@@ -7,8 +7,7 @@ from torch import nn
 
 from encoders.names import Tensors
 from encoders.trained import Trained
-from util.data.invalid_pixels import InvalidPixels
-from util.data.pixel_format import RGB8, PixelFormat
+from util.data.pixel_format import RGB8, PixelFormat, declares_invalid
 from util.data.statistics import describe_pixels, known_statistics
 from util.data.transforms import default_crop_pct
 from util.run.files import record
@@ -55,7 +54,7 @@ def describe(model: nn.Module, state: Tensors, facts: Mapping[str, Any]) -> str:
         f"{million:.1f} M parameters; images of {channels} and {height} x {width} pixels, "
         f"{describe_pixels(facts.get('pixels'))}, normalised with mean {facts['mean']} and std {facts['std']}"
     )
-    if InvalidPixels.from_settings(facts).is_declared:
+    if declares_invalid(facts):
         text += "; invalid pixels, and bands that an image lacks, are 0 after that"
     return text
 
@@ -83,5 +82,5 @@ def facts_of_program(trained: Trained) -> dict[str, Any]:
 
 def pixels_of(model: nn.Module, facts: Mapping[str, Any]) -> PixelFormat:
     """The format of the images that a model takes. facts: see `known_facts`."""
-    is_declared = InvalidPixels.from_settings(facts).is_declared
+    is_declared = declares_invalid(facts)
     return PixelFormat(model.in_chans, facts.get("pixels") or RGB8.dtype, is_declared)

@@ -175,7 +175,7 @@ def test_boxes_keep_their_place_beside_holes(tmp_path):
     images = open_split(root)
     images.check()
     images.pixel_format = PixelFormat(3, "uint8", has_invalid=True)
-    img = torch.from_numpy(images.load(0)[0].copy()).permute(2, 0, 1)
+    img = torch.from_numpy(whole.load(0)[0].copy()).permute(2, 0, 1)
     holed = img.float()
     holed[:, :, :20] = torch.nan
     options = dict(side=32, seed=0, scale_range=(0.6, 0.9))

@@ -17,7 +17,7 @@ from pyarrow import types
 
 from util.data.folders import MissingSplit, choose_split, note_stand_in, split_of
 from util.data.images import EncodedImages, ImageError, read_file
-from util.data.invalid_pixels import ALL_VALID, InvalidPixels
+from util.data.invalid_pixels import InvalidPixels
 from util.text import count_of, shorten
 
 SAVED = ("dataset_dict.json", "state.json")  # files of `DatasetDict.save_to_disk` and of `Dataset.save_to_disk`
@@ -48,7 +48,7 @@ class HuggingFaceImages(EncodedImages):
         notes: Sequence[str] = (),
         in_chans: int = 3,
         use_pillow: bool = False,
-        invalid: InvalidPixels = ALL_VALID,
+        invalid: InvalidPixels | None = None,
     ) -> None:
         if not len(dataset):
             raise ValueError(f"{root} has no rows")
@@ -124,7 +124,7 @@ def open_hugging_face(
     label_column: str | None = None,
     in_chans: int = 3,
     use_pillow: bool = False,
-    invalid: InvalidPixels = ALL_VALID,
+    invalid: InvalidPixels | None = None,
 ) -> HuggingFaceImages:
     """Returns the images of a split; downloads and converts the data if it is not in the cache of `datasets`.
 

@@ -16,17 +16,19 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from PIL import TiffImagePlugin, UnidentifiedImageError
 
 from util.data.decode import PILLOW_ERRORS, open_image
 from util.data.folders import MissingSplit, find_samples, spelling
-from util.data.invalid_pixels import ALL_VALID, InvalidPixels
 from util.data.pixel_format import RGB8, Header, PixelFormat, read_header, read_pixels
 from util.lazy import LazyModule
 from util.text import count_of, describe_owner, shorten
+
+if TYPE_CHECKING:
+    from util.data.invalid_pixels import InvalidPixels
 
 torchvision = LazyModule("torchvision")
 
@@ -98,7 +100,7 @@ class Images:
 
     in_chans = 3
     pixel_format = RGB8
-    invalid: InvalidPixels = ALL_VALID
+    invalid: "InvalidPixels | None" = None
     typical_side: int | None = None  # median of the shorter sides of images that were looked at
 
     def __init__(self, root: str | Path, labels: np.ndarray, classes: Sequence[str], notes: Sequence[str] = ()) -> None:
@@ -176,7 +178,7 @@ class EncodedImages(Images):
         notes: Sequence[str] = (),
         in_chans: int = 3,
         use_pillow: bool = False,
-        invalid: InvalidPixels = ALL_VALID,
+        invalid: "InvalidPixels | None" = None,
     ) -> None:
         super().__init__(root, labels, classes, notes)
         self.names = names
@@ -225,7 +227,8 @@ class EncodedImages(Images):
         if others:
             paths = " and ".join(repr(self.path(i)) for i in [*formats.values()][:2])
             raise ImageError(f"{paths} have {self.pixel_format} and {others[0]}: all images need one format")
-        self.invalid.check_type(self.pixel_format)
+        if self.invalid is not None:
+            self.invalid.check_type(self.pixel_format)
         self.typical_side = sorted(sides)[len(sides) // 2]
         self._note_loss(good[0])
         if self.pixel_format.is_float:
@@ -253,7 +256,8 @@ class EncodedImages(Images):
                 problem = error
                 continue
             self.pixel_format = pixels
-            self.invalid.check_type(pixels)
+            if self.invalid is not None:
+                self.invalid.check_type(pixels)
             self._note_loss(i)
             return
         raise ImageError(f"no image of {str(self.root)!r} can be used; the last one: {problem}")
@@ -269,7 +273,7 @@ class EncodedImages(Images):
 
     def header_of(self, source: str | io.BytesIO) -> Header:
         """Reads the header of an image in a file, or in the bytes of one; one of `PILLOW_ERRORS` if that fails."""
-        if self.invalid.is_declared:
+        if self.invalid is not None:
             return self.invalid.read_header(source, self.in_chans)
         return read_header(source, self.in_chans)
 
@@ -317,7 +321,7 @@ class EncodedImages(Images):
         data = self.read(i)
         label = int(self.labels[i])
         try:
-            if self.pixel_format.has_invalid:
+            if self.invalid is not None:
                 return self.invalid.read_pixels(data, self.pixel_format, self.use_pillow), label
             return read_pixels(data, self.pixel_format, self.use_pillow), label
         except PILLOW_ERRORS as error:
@@ -335,7 +339,7 @@ class ImageFiles(EncodedImages):
         notes: Sequence[str] = (),
         in_chans: int = 3,
         use_pillow: bool = False,
-        invalid: InvalidPixels = ALL_VALID,
+        invalid: "InvalidPixels | None" = None,
     ) -> None:
         # Arrays, because forked workers share their memory. Reading a list would copy it into each worker.
         names = np.array([os.fsencode(path) for path, _ in samples])
@@ -365,7 +369,7 @@ class FolderImages(ImageFiles):
         notes: Sequence[str] = (),
         in_chans: int = 3,
         use_pillow: bool = False,
-        invalid: InvalidPixels = ALL_VALID,
+        invalid: "InvalidPixels | None" = None,
     ) -> None:
         classes, samples, more_notes = find_samples(root, labelled)
         super().__init__(root, samples, classes, [*notes, *more_notes], in_chans, use_pillow, invalid)
@@ -385,7 +389,7 @@ class INaturalistImages(ImageFiles):
         year: int,
         in_chans: int = 3,
         use_pillow: bool = False,
-        invalid: InvalidPixels = ALL_VALID,
+        invalid: "InvalidPixels | None" = None,
     ) -> None:
         path = Path(data_path) / f"{split}{year}.json"
         if not path.is_file():

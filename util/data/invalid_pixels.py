@@ -4,7 +4,6 @@ NaN marks them from the file to the loss. An image that has some is float32 in t
 could be kept free for them: a crop interpolates, and may return any.
 """
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ VALID_SHARE = 0.5  # of the weights that make a pixel of a crop: with less on va
 
 @dataclass(frozen=True)
 class InvalidPixels:
-    """What marks pixels of files as invalid. By default nothing does.
+    """What marks pixels of files as invalid. Sources of images have None where all pixels are valid.
 
     nodata: value of invalid pixels of a band, in the unit of the files. If anything is declared, NaN is another one.
     mask_band: number of the band, from 0, that is 0 at invalid pixels; -1 is the last one. It is no channel of images.
@@ -36,7 +35,7 @@ class InvalidPixels:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> "InvalidPixels":
-        """Returns what flags or the settings of a run declare. Settings of earlier commits declare nothing."""
+        """Returns what flags or the settings of a run declare, for those that `pixel_format.declares_invalid`."""
         nodata = settings.get("nodata")
         if nodata is not None:
             nodata = float(nodata)
@@ -53,10 +52,6 @@ class InvalidPixels:
         for channels in self.bands:
             flags.append(f"--bands {' '.join(map(str, channels))}")
         return " ".join(flags)
-
-    @property
-    def is_declared(self) -> bool:
-        return self != ALL_VALID
 
     def check(self, in_chans: int) -> None:
         """ValueError if the flags do not go with images of `in_chans` channels, or with each other."""
@@ -171,19 +166,6 @@ class InvalidPixels:
         complete = np.full((*image.shape[:2], in_chans), np.nan, np.float32)
         complete[:, :, held] = image
         return complete
-
-
-ALL_VALID = InvalidPixels()  # nothing is declared
-
-
-def nodata_value(text: str) -> float | str:
-    """Returns the value of --nodata. NaN stays a word, because settings are compared, and NaN equals nothing."""
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(text)
-    if math.isnan(value):
-        return "nan"
-    return value
 
 
 def invalid_everywhere(img: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from util import collectives
 from util.data import decode
@@ -19,8 +19,11 @@ from util.data.images import (
     refuse_single_class,
     wanted_channels,
 )
-from util.data.invalid_pixels import ALL_VALID, InvalidPixels
+from util.data.pixel_format import declares_invalid
 from util.urls import is_url
+
+if TYPE_CHECKING:
+    from util.data.invalid_pixels import InvalidPixels
 
 # Modules that only such data imports, or --check_data.
 MODULES = {
@@ -28,6 +31,7 @@ MODULES = {
     "tars": "util.data.tars",
     "store": "util.data.remote",
     "remote tars": "util.data.remote_tars",
+    "invalid pixels": "util.data.invalid_pixels",
     "check_data": "util.data.survey",
 }
 DOWNLOADED = ("cifar10", "cifar100")  # data sets that are downloaded if they are missing
@@ -41,6 +45,18 @@ def module_of(kind: str) -> Any:
         return importlib.import_module(MODULES[kind])
     except ImportError as error:
         raise ValueError(f"--dataset {kind} needs a package: pip install {error.name}") from error
+
+
+def marks_of(settings: Mapping[str, Any]) -> "InvalidPixels | None":
+    """Returns what flags, or the settings of a run, declare as invalid; None: all pixels are valid.
+
+    ValueError if that does not go with images of `in_chans` channels.
+    """
+    if not declares_invalid(settings):
+        return None
+    invalid = module_of("invalid pixels").InvalidPixels.from_settings(settings)
+    invalid.check(settings["in_chans"])
+    return invalid
 
 
 @dataclass
@@ -61,7 +77,7 @@ class ImageSource:
     image_column: str | None = None
     label_column: str | None = None
     use_pillow: bool = False
-    invalid: InvalidPixels = ALL_VALID
+    invalid: "InvalidPixels | None" = None
     files: SplitFiles | None = field(init=False, default=None)  # of the dataset "folder"
     store: Any = field(init=False, default=None)  # instead, if `data_path` is a URL
     folder: str = field(init=False, default="")  # in the store
@@ -77,12 +93,13 @@ class ImageSource:
         if self.dataset in DOWNLOADED and self.in_chans != 3:
             wanted = wanted_channels(self.in_chans)
             raise ValueError(f"--dataset {self.dataset} has images of 3 channels, but {wanted}")
-        if self.dataset in DOWNLOADED and self.invalid.is_declared:
+        if self.dataset in DOWNLOADED and self.invalid is not None:
             flags = "--nodata, --mask_band and --bands"
             raise ValueError(
                 f"all pixels of --dataset {self.dataset} are valid: leave out {flags}, or evaluate with --all_valid"
             )
-        self.invalid.check(self.in_chans)
+        if self.invalid is not None:
+            self.invalid.check(self.in_chans)
         if is_url(self.data_path):
             if self.dataset != "folder":
                 raise ValueError(f"--dataset {self.dataset} reads no URL, such as {str(self.data_path)!r}")
@@ -181,7 +198,7 @@ def open_everywhere(
             image_column=args.image_column,
             label_column=args.label_column,
             use_pillow=args.loader == "reference",
-            invalid=InvalidPixels.from_settings(pixel_settings),
+            invalid=marks_of(pixel_settings),
         )
 
     images = open_source(find_source, args.data_path, split)

@@ -5,7 +5,9 @@ arrays, TIFFs with several bands or float values (by tifffile), and images of 8 
 """
 
 import io
+import math
 import os
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -37,6 +39,21 @@ TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the last two: BigTIFF
 RANGES = {"uint8": 255.0, "uint16": 65535.0, "float32": 1.0}
 # Modes of Pillow whose channels are taken as they are. All others become RGB.
 MODES = {"1": "L", "L": "L", "LA": "LA", "RGBA": "RGBA"}
+
+
+def nodata_value(text: str) -> float | str:
+    """Returns the value of --nodata. NaN stays a word, because settings are compared, and NaN equals nothing."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(text)
+    if math.isnan(value):
+        return "nan"
+    return value
+
+
+def declares_invalid(settings: Mapping[str, Any]) -> bool:
+    """Whether flags, or the settings of a run, mark pixels as invalid: see `util.data.invalid_pixels`."""
+    return settings.get("nodata") is not None or settings.get("mask_band") is not None or bool(settings.get("bands"))
 
 
 @dataclass(frozen=True)

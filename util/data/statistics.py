@@ -90,7 +90,7 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
         problem = f"channel {constant} (counted from 0) is constant in {num_read} images of {images.root}"
         raise ValueError(f"{problem}: remove it, or give --mean and --std")
     remarks: list[str] = []
-    if images.invalid.is_declared and not has_invalid:
+    if images.invalid is not None and not has_invalid:
         remarks.append(f"note: {images.invalid} marks no pixel of the {num_read} measured images")
     full_range = images.pixel_format.full_range
     statistics = ((mean / full_range).tolist(), (std / full_range).tolist())

@@ -75,7 +75,7 @@ def describe_pixels(images: Images) -> list[str]:
         means = sums / np.maximum(1, num_valid)
         lines.append(str(images.pixel_format))
         lines.append(f"lowest {numbers(lowest)}, mean {numbers(means)}, highest {numbers(highest)}")
-    if images.invalid.is_declared and num_values:
+    if images.invalid is not None and num_values:
         lines.append(f"{1 - num_valid.sum() / num_values:.1%} of all values are invalid")
     return lines
 

@@ -28,7 +28,7 @@ from safetensors.numpy import save
 from util.atomic import replaced_file
 from util.data.folders import is_hidden, is_image, split_of
 from util.data.images import FILE_ERRORS, EncodedImages, ImageError, retry_io
-from util.data.invalid_pixels import ALL_VALID, InvalidPixels
+from util.data.invalid_pixels import InvalidPixels
 from util.text import count_of, shorten
 
 INDEX = "prmim-index.safetensors"  # beside the shards of pack_dataset.py
@@ -379,7 +379,7 @@ class TarImages(EncodedImages):
         notes: Sequence[str] = (),
         in_chans: int = 3,
         use_pillow: bool = False,
-        invalid: InvalidPixels = ALL_VALID,
+        invalid: InvalidPixels | None = None,
     ) -> None:
         self.rows, self.content = read_index(index)
         self.index = index
@@ -458,7 +458,7 @@ def open_tars(
     notes: Sequence[str] = (),
     in_chans: int = 3,
     use_pillow: bool = False,
-    invalid: InvalidPixels = ALL_VALID,
+    invalid: InvalidPixels | None = None,
 ) -> TarImages:
     """Returns the images of tars in one folder, through the index of pack_dataset.py or else through one of a scan.
 

@@ -20,9 +20,9 @@ from tests.util.data.test_pixel_format import (
 )
 from util.data.datasets import AddressedDataset
 from util.data.images import FolderImages, ImageError
-from util.data.invalid_pixels import InvalidPixels, nodata_value, transform_valid
+from util.data.invalid_pixels import InvalidPixels, transform_valid
 from util.data.open import open_images
-from util.data.pixel_format import PixelFormat
+from util.data.pixel_format import PixelFormat, declares_invalid, nodata_value
 from util.data.statistics import IMAGENET, choose_statistics, measure_statistics
 from util.data.transforms import Normalize, ResizeCenterCrop, resize
 
@@ -223,8 +223,8 @@ def test_values_of_nodata():
     assert np.isnan(found.nodata)
     assert found.mask_band == 0
     assert found.bands == ((0, 1),)
-    assert not InvalidPixels.from_settings({"nodata": None}).is_declared
-    assert InvalidPixels.from_settings({"mask_band": 0}).is_declared
+    assert not declares_invalid({"nodata": None, "bands": []})
+    assert declares_invalid({"mask_band": 0})
 
 
 # ---------------------------------------------------------------------------------------------------------------- crops

@@ -21,7 +21,7 @@ def test_a_folder_of_photographs_loads_no_module_of_other_data(photos):
     code = "import sys, main_pretrain, main_finetune; from util.data.open import open_images; "
     code += "open_images('folder', sys.argv[1]).load(0); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, photos], cwd=ROOT, capture_output=True, text=True, check=True)
-    others = "hugging_face tars remote remote_tars survey"
+    others = "hugging_face tars remote remote_tars invalid_pixels survey"
     assert not {f"util.data.{name}" for name in others.split()}.intersection(done.stdout.split())
 
 

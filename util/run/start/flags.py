@@ -4,8 +4,8 @@ import argparse
 
 from util.attention import CHOICES
 from util.data.folders import DEFAULT_PATH
-from util.data.invalid_pixels import nodata_value
 from util.data.open import DATASETS
+from util.data.pixel_format import nodata_value
 from util.lr_sched import SCHEDULES
 from util.run.cli import FlagContainer, FlagGroup
 from util.run.processes.distributed import PRECISIONS

@@ -18,8 +18,8 @@ from torch import nn
 
 from util import collectives
 from util.data.images import Images
-from util.data.invalid_pixels import InvalidPixels
 from util.data.open import data_settings
+from util.data.pixel_format import declares_invalid
 from util.data.statistics import Statistics, choose_statistics
 from util.run.cli import Parser
 from util.run.files import checkpoint
@@ -288,11 +288,15 @@ def note_on_invalid(encoder: Mapping[str, Any], args: Mapping[str, Any]) -> list
 
     encoder: its `pixel_settings`.
     """
+    if not declares_invalid(encoder):
+        return []
+    from util.data.invalid_pixels import InvalidPixels
+
     invalid = InvalidPixels.from_settings(args)
     of_encoder = InvalidPixels.from_settings(encoder)
-    if not of_encoder.is_declared or str(invalid) == str(of_encoder):  # NaN equals nothing
+    if str(invalid) == str(of_encoder):  # NaN equals nothing
         return []
-    if not invalid.is_declared:
+    if not declares_invalid(args):
         return [f"note: the encoder was trained with {of_encoder}; in this run all pixels are valid"]
     return [f"note: the encoder was trained with {of_encoder}, and this run has {invalid}"]
 
