@@ -12,7 +12,6 @@ from framework import Framework
 from prmim import METHOD_ARGUMENTS
 from util.data.pixel_format import declares_invalid
 from util.lazy import ByName
-from util.run.files.record import CheckpointError, CheckpointInfo
 from util.text import count_of
 
 NAMES = {
@@ -140,18 +139,13 @@ def load_run(path: str | Path, moved: Mapping[str, str] | None = None) -> tuple[
     ValueError if the checkpoint was not written by this program, or if such a file is not that of the run.
     """
     weights = read(path)
-    check_pretrained(weights.info, weights.path)
+    run = weights.info.run
+    if run is None or run.program != "main_pretrain.py":
+        raise ValueError(f"{str(weights.path)!r} is no checkpoint of main_pretrain.py, which reconstructs images")
     settings = {**weights.settings, **weights.pixels, **(moved or {})}
-    try:
-        model = build_model(settings)
-    except KeyError as error:
-        raise CheckpointError(
-            f"{str(weights.path)!r} does not say {error}: it was written by another version of this code, which can "
-            "read it"
-        ) from error
-    files = {} if weights.info.run is None else weights.info.run.files
+    model = build_model(settings)
     for flag, file in model.named_files().items():
-        if files.get(flag, file.fingerprint) != file.fingerprint:
+        if run.files.get(flag, file.fingerprint) != file.fingerprint:
             raise ValueError(
                 f"the {flag} {settings[flag]!r} has other weights than that of the run at {str(weights.path)!r}"
             )
@@ -159,21 +153,3 @@ def load_run(path: str | Path, moved: Mapping[str, str] | None = None) -> tuple[
     if settings.get("mean"):
         model.use_statistics(settings["mean"], settings["std"])
     return model.eval(), settings
-
-
-def check_pretrained(info: CheckpointInfo, path: str | Path) -> None:
-    """ValueError unless a checkpoint holds a model of a framework."""
-    settings = info.settings
-    if "nb_classes" in settings:
-        encoder = settings.get("finetune")
-        if info.run is not None and info.run.encoder is not None:
-            encoder = info.run.encoder.path
-        advice = f"give its encoder, {encoder!r}" if encoder else "give a checkpoint of main_pretrain.py"
-        raise ValueError(f"{str(path)!r} is a fine-tuned classifier, which reconstructs no images: {advice}")
-    if "mask_ratio" not in settings:
-        raise ValueError(
-            f"{str(path)!r} does not hold the settings of its model: give a checkpoint of main_pretrain.py; exported "
-            "and released weights have no settings"
-        )
-    if settings["model"] not in MODELS:
-        raise ValueError(f"{str(path)!r} holds a {settings['model']!r}, which main_pretrain.py does not know")

@@ -1,6 +1,5 @@
 """Reconstructions of runs; the photographs to try things on; logs to compare with."""
 
-import json
 import re
 from pathlib import Path
 
@@ -81,16 +80,13 @@ def test_a_teacher_that_has_moved_is_given_by_its_flag(photos, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("{tmp}/weights.pth", "does not hold the settings of its model"),
-        ("{tmp}/study.pth", "holds a 'mae_vit_tiny+init_normal', which main_pretrain.py does not know"),
+        ("{tmp}/weights.pth", "weights.pth' is no checkpoint of main_pretrain.py"),
         ("{tmp}/weights.pth --out {tmp}/p.txt", "p.txt': the name must end in .png, .jpg or the like"),
     ],
 )
 def test_visualize_names_what_is_wrong(tmp_path, capsys, flags, message):
     weights = {"w": torch.ones(1)}
     torch.save({"model": weights}, tmp_path / "weights.pth")
-    meta = {"settings": {"mask_ratio": 0.75, "model": "mae_vit_tiny+init_normal"}}
-    torch.save({"model": weights, "meta": json.dumps(meta)}, tmp_path / "study.pth")
     words = [word.format(tmp=tmp_path) for word in flags.split()]
     assert message in refused(capsys, visualize.main, *words)
 
