@@ -41,14 +41,16 @@ from util.data.images import FolderImages, ImageError
 from util.data.open import marks_of
 from util.data.pixel_format import RGB8
 from util.data.tars import (
+    CHECKSUM,
     INDEX,
     MANIFEST,
     LocalTars,
     Manifest,
+    Rows,
     TarImages,
-    TarScan,
-    add_checksums,
-    make_rows,
+    checksums,
+    encoded_names,
+    join_rows,
     read_manifest,
     scan_tar,
     write_index,
@@ -103,17 +105,16 @@ def start_worker(images: FolderImages) -> None:
     ignore_in_worker(None)
 
 
-def pack_shard(path: Path, manifest: Manifest) -> tuple[dict[str, Any], TarScan]:
-    """Writes a shard, unless it is there and whole. Returns its entry in the index, and where its images lie."""
-    scan = None
-    with suppress(ValueError):  # missing or damaged
-        scan = scan_tar(path)
-    if scan is None:
+def pack_shard(path: Path, manifest: Manifest) -> tuple[dict[str, Any], Rows]:
+    """Writes a shard, unless it is there and whole. Returns its entry in the index, and its rows."""
+    try:
+        rows = scan_tar(path).rows
+    except ValueError:  # missing or damaged
         write_shard(_worker["images"], path, manifest)
-        scan = scan_tar(path)
-    add_checksums(scan, path)
-    scan.names = manifest["names"]
-    return {"name": path.name, "size": path.stat().st_size, "sha256": sha256(path)}, scan
+        rows = scan_tar(path).rows
+    rows["name"] = encoded_names(manifest["names"])
+    rows[CHECKSUM] = checksums(path, rows)
+    return {"name": path.name, "size": path.stat().st_size, "sha256": sha256(path)}, rows
 
 
 def write_shard(images: FolderImages, path: Path, manifest: Manifest) -> None:
@@ -172,18 +173,18 @@ def pack_split(images: FolderImages, folder: Path, args: argparse.Namespace) -> 
     index.unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     tars: list[dict[str, Any]] = []
-    scans: list[TarScan] = []
+    parts: list[Rows] = []
     paths = [folder / name for name in shards]
     pool = ProcessPoolExecutor(args.workers, initializer=start_worker, initargs=(images,))
     try:
         results = pool.map(pack_shard, paths, shards.values())
-        for tar, scan in tqdm(results, total=len(shards), unit="shard", desc=str(folder)):
+        for tar, rows in tqdm(results, total=len(shards), unit="shard", desc=str(folder)):
             tars.append(tar)
-            scans.append(scan)
+            parts.append(rows)
     finally:
         pool.shutdown(cancel_futures=True)  # finishes the shards in progress, because workers ignore signals
     content = {"classes": images.classes, "notes": [], "quality": args.quality, "tars": tars}
-    write_index(index, make_rows(scans), content)
+    write_index(index, join_rows(parts), content)
     gigabytes = sum(tar["size"] for tar in tars) / 1e9
     packed_images = f"{count_of(len(images), 'image')}, {count_of(len(images.classes), 'class')}"
     print(f"{folder}: {packed_images}, {gigabytes:.2f} GB in {count_of(len(tars), 'shard')}")

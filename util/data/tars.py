@@ -17,7 +17,7 @@ import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -46,20 +46,14 @@ Rows = dict[str, np.ndarray]  # tar int32, label, offset and size int64, name by
 # -------------------------------------------------------------------------------------------------------------- scan
 
 
-@dataclass
+@dataclass(frozen=True)
 class TarScan:
-    """The images in a tar, in its order. labels: empty if there is no `.cls` member. splits: that folders are named.
+    """The images in a tar. rows: of an index of this tar alone, in its order. splits: that folders are named."""
 
-    checksums: CRC-32 of the images; empty until `add_checksums`.
-    """
-
-    names: list[str] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    checksums: list[int] = field(default_factory=list)
-    labels: list[int] = field(default_factory=list)
-    splits: set[str] = field(default_factory=set)
-    num_ignored: int = 0
+    rows: Rows
+    is_labelled: bool
+    splits: set[str]
+    num_ignored: int
 
 
 def refuse_storage_error(error: Exception) -> None:
@@ -78,17 +72,22 @@ def scan_tar(path: Path) -> TarScan:
         raise ValueError(f"{str(path)!r} cannot be read as a tar: {error}") from error
 
 
-def add_checksums(scan: TarScan, path: Path) -> None:
-    """Adds the checksums of the images of a scanned tar, whose bytes it reads."""
+def checksums(path: Path, rows: Rows) -> np.ndarray:
+    """Returns the CRC-32 of the images of a tar, uint32 [n], whose bytes it reads."""
+    numbers: list[int] = []
     with open(path, "rb") as file:
-        for offset, size in zip(scan.offsets, scan.sizes, strict=True):
+        for offset, size in zip(rows["offset"].tolist(), rows["size"].tolist(), strict=True):
             file.seek(offset)
-            scan.checksums.append(zlib.crc32(file.read(size)))
+            numbers.append(zlib.crc32(file.read(size)))
+    return np.array(numbers, np.uint32)
 
 
 def scan_members(tar: tarfile.TarFile, file: BinaryIO, num_bytes: int) -> TarScan:
     """Scans an open tar of `num_bytes`. file: the same, for reads at any position."""
-    scan = TarScan()
+    names: list[str] = []
+    offsets: list[int] = []
+    sizes: list[int] = []
+    num_ignored = 0
     numbers: dict[str, int] = {}  # of each sample, the number of its class
     folders: set[PurePosixPath] = set()
     while (member := tar.next()) is not None:
@@ -99,23 +98,36 @@ def scan_members(tar: tarfile.TarFile, file: BinaryIO, num_bytes: int) -> TarSca
             continue
         name = PurePosixPath(member.name)
         if leads_out(name) or not member.isreg() or member.issparse() or any(map(is_hidden, name.parts)):
-            scan.num_ignored += 1
+            num_ignored += 1
         elif name.suffix == ".cls":
             numbers[sample_key(str(name))] = class_number(file, member)
         elif is_image(name.name):
-            scan.names.append(str(name))
-            scan.offsets.append(member.offset_data)
-            scan.sizes.append(member.size)
+            names.append(str(name))
+            offsets.append(member.offset_data)
+            sizes.append(member.size)
             folders.add(name.parent)
     # A tar that was cut between two members, or appended to another, looks complete to tarfile.
     tail = os.pread(file.fileno(), 1 << 16, tar.offset)
     if len(tail) < tarfile.BLOCKSIZE or tail.strip(tarfile.NUL):
         raise tarfile.TarError("it has no end mark, or more behind it: it was cut short, or made of several tars")
-    for folder in folders:
-        scan.splits.update(split for split in map(split_of, folder.parts) if split)
+    labels = [0] * len(names)
     if numbers:
-        scan.labels = image_labels(scan.names, numbers)
-    return scan
+        labels = image_labels(names, numbers)
+    rows: Rows = {
+        "tar": np.zeros(len(names), np.int32),
+        "label": np.array(labels, np.int64),
+        "offset": np.array(offsets, np.int64),
+        "size": np.array(sizes, np.int64),
+        "name": encoded_names(names),
+    }
+    parts = {part for folder in folders for part in folder.parts}
+    splits = {split for split in map(split_of, parts) if split}
+    return TarScan(rows, bool(numbers), splits, num_ignored)
+
+
+def encoded_names(names: Sequence[str]) -> np.ndarray:
+    """Returns names as the column of an index, bytes [n]."""
+    return np.array([os.fsencode(name) for name in names], bytes)
 
 
 def leads_out(name: PurePosixPath) -> bool:
@@ -151,29 +163,10 @@ def image_labels(names: Sequence[str], numbers: Mapping[str, int]) -> list[int]:
     return labels
 
 
-def make_rows(scans: Sequence[TarScan]) -> Rows:
-    """Returns the rows of an index. Images without labels get the label 0."""
-    names: list[bytes] = []
-    offsets: list[int] = []
-    sizes: list[int] = []
-    checksums: list[int] = []
-    labels: list[int] = []
-    for scan in scans:
-        names += [os.fsencode(name) for name in scan.names]
-        offsets += scan.offsets
-        sizes += scan.sizes
-        checksums += scan.checksums
-        labels += scan.labels or [0] * len(scan.names)
-    counts = [len(scan.names) for scan in scans]
-    rows: Rows = {
-        "tar": np.repeat(np.arange(len(scans), dtype=np.int32), counts),
-        "label": np.array(labels, np.int64),
-        "offset": np.array(offsets, np.int64),
-        "size": np.array(sizes, np.int64),
-        "name": np.array(names),
-    }
-    if checksums:
-        rows[CHECKSUM] = np.array(checksums, np.uint32)
+def join_rows(parts: Sequence[Rows]) -> Rows:
+    """Returns the rows of an index of several tars, from those of each."""
+    rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    rows["tar"] = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part["tar"]) for part in parts])
     return rows
 
 
@@ -194,21 +187,23 @@ def scan_tars(tars: Sequence[Path]) -> tuple[Rows, dict[str, Any]]:
     if len(splits) > 1:
         names = "/ and ".join(sorted(splits))
         raise ValueError(f"inside {source} are {names}/: unpack them")
-    filled = [scan for scan in scans if scan.names]
+    filled = [scan for scan in scans if len(scan.rows["tar"])]
     if not filled:
         raise ValueError(f"no image is in {source}")
-    num_classes = max(max(scan.labels, default=-1) for scan in filled) + 1
-    classes = [str(number) for number in range(num_classes)]
-    if classes:
+    classes: list[str] = []
+    if any(scan.is_labelled for scan in filled):
+        num_classes = max(int(scan.rows["label"].max()) for scan in filled) + 1
+        classes = [str(number) for number in range(num_classes)]
         for scan in filled:
-            if not scan.labels:
-                raise ValueError(f"some of {source} have .cls members, but {scan.names[0]!r} has none beside it")
+            if not scan.is_labelled:
+                name = os.fsdecode(scan.rows["name"][0])
+                raise ValueError(f"some of {source} have .cls members, but {name!r} has none beside it")
     notes: list[str] = []
     num_ignored = sum(scan.num_ignored for scan in scans)
     if num_ignored:
         kinds = "hidden files, links, devices, sparse files, or names that lead out of the tar"
         notes.append(f"ignored: {count_of(num_ignored, 'member')} of the tars: {kinds}")
-    return make_rows(scans), {"classes": classes, "notes": notes, "quality": None}
+    return join_rows([scan.rows for scan in scans]), {"classes": classes, "notes": notes, "quality": None}
 
 
 def describe_tars(tars: Sequence[Path]) -> str:
