@@ -86,11 +86,6 @@ def unreadable(path: str, error: Exception) -> str:
     return f"{path!r} is not a readable image ({error})"
 
 
-def wanted_channels(in_chans: int) -> str:
-    """Returns the end of a message about images of other channels than the model's."""
-    return f"the model takes {count_of(in_chans, 'channel')} (--in_chans, --mask_band, --bands)"
-
-
 class Images:
     """Images of one format, with labels. Subclasses define `path`, `fingerprint`, `check` and `load`.
 
@@ -294,7 +289,10 @@ class EncodedImages(Images):
     def _refuse_channels(self, i: int, pixels: PixelFormat) -> None:
         """ImageError if image i has other channels than those that are wanted."""
         if pixels.channels != self.in_chans:
-            raise ImageError(f"{self.path(i)!r} has {pixels}, but {wanted_channels(self.in_chans)}")
+            wanted = count_of(self.in_chans, "channel")
+            raise ImageError(
+                f"{self.path(i)!r} has {pixels}, but the model takes {wanted} (--in_chans, --mask_band, --bands)"
+            )
 
     def _note_loss(self, i: int) -> None:
         """Notes that images like i, which can be read, are made RGB of 8 bits and have more bits or bands."""
@@ -378,8 +376,7 @@ class FolderImages(ImageFiles):
 class INaturalistImages(ImageFiles):
     """iNaturalist 2018 or 2019: ROOT/<split><year>.json in COCO's format, and the images that it names.
 
-    A label is the rank of its category's id. MissingSplit if there is no such file, ValueError if it has another format
-    or an image without a category.
+    A label is the rank of its category's id. MissingSplit if there is no such file.
     """
 
     def __init__(
@@ -394,24 +391,13 @@ class INaturalistImages(ImageFiles):
         path = Path(data_path) / f"{split}{year}.json"
         if not path.is_file():
             raise MissingSplit(f"--data_path must hold iNaturalist's {path.name}, but {str(path)!r} is no file")
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            categories = {c["id"]: c.get("name", str(c["id"])) for c in content["categories"]}
-            names = {image["id"]: image["file_name"] for image in content["images"]}
-            category_of = {a["image_id"]: a["category_id"] for a in content["annotations"]}
-        except (ValueError, KeyError, TypeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"--data_path must hold iNaturalist's {path.name}, but {str(path)!r}: {reason}") from error
+        content = json.loads(path.read_text(encoding="utf-8"))
+        categories = {category["id"]: category.get("name", str(category["id"])) for category in content["categories"]}
+        names = {image["id"]: image["file_name"] for image in content["images"]}
+        category_of = {entry["image_id"]: entry["category_id"] for entry in content["annotations"]}
         ids = sorted(categories)
         label_of = {category: label for label, category in enumerate(ids)}
-        samples: list[tuple[str, int]] = []
-        for image, name in sorted(names.items()):
-            category = category_of.get(image)
-            if category not in label_of:
-                raise ValueError(f"{str(path)!r} names {name}, an image without a category")
-            samples.append((name, label_of[category]))
-        if not samples:
-            raise ValueError(f"{str(path)!r} names no image")
+        samples = [(name, label_of[category_of[image]]) for image, name in sorted(names.items())]
         classes = [categories[category] for category in ids]
         super().__init__(data_path, samples, classes, (), in_chans, use_pillow, invalid)
 

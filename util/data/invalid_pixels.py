@@ -122,10 +122,7 @@ class InvalidPixels:
                 return file_format, size
             problem = problem or f"it has {file_format}"
         expected = " or ".join(map(str, counts))
-        raise FormatError(
-            f"{problem}; --in_chans, --mask_band and --bands expect files of {expected} bands (--all_valid evaluates a "
-            "model that was trained with them on images without them)"
-        )
+        raise FormatError(f"{problem}; --in_chans, --mask_band and --bands expect files of {expected} bands")
 
     def read_pixels(self, data: bytes, expected: PixelFormat, reference: bool = False) -> np.ndarray:
         """Decodes a file to [H, W, C]: in the type of the file if all pixels are valid, else float32 with NaN.

@@ -17,7 +17,6 @@ from util.data.images import (
     Images,
     INaturalistImages,
     refuse_single_class,
-    wanted_channels,
 )
 from util.data.pixel_format import declares_invalid
 from util.urls import is_url
@@ -85,19 +84,12 @@ class ImageSource:
     images: Images | None = field(init=False, default=None)  # once they are open
 
     def __post_init__(self) -> None:
-        if self.dataset not in DATASETS:
-            raise ValueError(f"unknown dataset {self.dataset!r}, choose from {', '.join(DATASETS)}")
         if self.dataset != "hf" and (self.image_column or self.label_column):
             flags = "--image_column and --label_column are for --dataset hf"
             raise ValueError(f"{flags}, not for {self.dataset}: leave them out")
-        if self.dataset in DOWNLOADED and self.in_chans != 3:
-            wanted = wanted_channels(self.in_chans)
-            raise ValueError(f"--dataset {self.dataset} has images of 3 channels, but {wanted}")
-        if self.dataset in DOWNLOADED and self.invalid is not None:
-            flags = "--nodata, --mask_band and --bands"
-            raise ValueError(
-                f"all pixels of --dataset {self.dataset} are valid: leave out {flags}, or evaluate with --all_valid"
-            )
+        if self.dataset in DOWNLOADED and (self.in_chans != 3 or self.invalid is not None):
+            flags = "--in_chans, --nodata, --mask_band and --bands"
+            raise ValueError(f"--dataset {self.dataset} has 3 channels, all of them valid: leave out {flags}")
         if self.invalid is not None:
             self.invalid.check(self.in_chans)
         if is_url(self.data_path):

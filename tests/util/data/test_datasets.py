@@ -28,8 +28,6 @@ def test_bad_folders_are_named(tmp_path, photos):
     write_photo(tmp_path / "cat" / "0.jpg")
     with pytest.raises(ValueError, match="dog"):
         FolderImages(tmp_path)
-    with pytest.raises(ValueError, match="unknown dataset 'mnist', choose from folder, cifar10, cifar100"):
-        open_images("mnist", photos)
 
 
 def test_a_file_that_is_no_image_is_named_before_training(tmp_path):
@@ -182,30 +180,8 @@ def test_inaturalist_labels_are_ranks_of_category_ids(tmp_path):
     assert images.classes == ["species 3", "species 5", "species 7"]
     assert [images.load(i)[1] for i in range(3)] == [2, 0, 2]
     assert images.path(1).endswith("val2019/Aves/12.jpg")
-    message = "--data_path must hold iNaturalist's val2018.json, but '.*val2018.json' is no file"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="--data_path .*val2018.json"):
         open_images("inat18", tmp_path, "val")
-
-
-ANNOTATIONS = [
-    {"image_id": 11, "category_id": 7},
-    {"image_id": 12, "category_id": 3},
-    {"image_id": 13, "category_id": 7},
-]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(annotations=ANNOTATIONS[:2]), "names val2019/Aves/13.jpg, an image without a category"),
-        (dict(images=[], annotations=[]), "names no image"),
-        (dict(images=[{"id": 1}]), "must hold iNaturalist's .*file_name"),
-    ],
-)
-def test_inaturalist_label_files_that_disagree_are_refused(tmp_path, changes, message):
-    write_inaturalist(tmp_path, **changes)
-    with pytest.raises(ValueError, match=message):
-        open_images("inat19", tmp_path, "val")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from PIL import Image as Picture
 from prmim import MaskCollator, TokenCounts, TokenOrderSampler
 from tests import runs
 from tests.patches import StandIn
-from tests.runs import finetune
 from tests.two_processes import run_in_two_processes
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.folders import MissingSplit
@@ -443,13 +442,3 @@ def test_pre_training_resumes_and_equals_that_on_the_folder(photos, stored, hub,
     other = save(columns, tmp_path / "other")
     message = pretrain.refused(capsys, other, parts, *HF, "--max_steps", 5)
     assert f"--data_path was {stored['flat']} and now is {other}" in message
-
-
-def test_fine_tuning_equals_that_on_the_folder(photos, stored, tmp_path):
-    for split in ("train", "val"):
-        shutil.copytree(photos / "train", tmp_path / "data" / split)
-    flags = ["--input_size", 32, "--max_steps", 2]
-    ours = finetune(stored["saved_splits"], tmp_path / "hf", *flags, *HF)
-    assert_same_weights(ours, finetune(tmp_path / "data", tmp_path / "folder", *flags))
-    assert ours["meta"]["classes"] == ["cat", "dog"]
-    assert ours["meta"]["val_data"]["num_images"] == 24
