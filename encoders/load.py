@@ -129,20 +129,14 @@ class LoadReport(NamedTuple):
 
     def __str__(self) -> str:
         """Returns one line of counts and names. Unexpected keys are named by their modules, such as `decoder`."""
-        unused_modules = list(dict.fromkeys(key.partition(".")[0] for key in self.unexpected))
-        return "; ".join(
-            [
-                f"{len(self.loaded)} loaded",
-                f"{len(self.resized)} resized{_in_brackets(self.resized)}",
-                f"{len(self.missing)} missing{_in_brackets(self.missing)}",
-                f"{len(self.unexpected)} not used{_in_brackets(unused_modules)}",
-                *self.remarks,
-            ]
-        )
-
-
-def _in_brackets(names: Sequence[str]) -> str:
-    return f" ({shorten(names, most=6)})" if names else ""
+        parts = [f"{len(self.loaded)} loaded"]
+        for what, keys in {"resized": self.resized, "missing": self.missing, "not used": self.unexpected}.items():
+            names = keys
+            if what == "not used":
+                names = list(dict.fromkeys(key.partition(".")[0] for key in keys))
+            in_brackets = f" ({shorten(names, most=6)})" if names else ""
+            parts.append(f"{len(keys)} {what}{in_brackets}")
+        return "; ".join([*parts, *self.remarks])
 
 
 # --------------------------------------------------------------------------------------------------------------- read
@@ -206,7 +200,6 @@ def load_encoder(
     missing = fitted.list_missing(model)
     optional = ("head.", "fc_norm.", "norm.")
     required = [key for key in missing if not key.startswith(optional)]
-    required = [key for key in required if not key.endswith(getattr(model, "new_keys", ()))]
     prefixes: tuple[str, ...] = ENCODER_KEYS
     if hasattr(model, "head"):  # the final norm and the positions of a classifier may be others
         prefixes = PATCH_KEYS
@@ -294,7 +287,9 @@ class _Fitted(NamedTuple):
     remarks: list[str]
 
     def list_missing(self, model: nn.Module) -> list[str]:
-        return [key for key in model.state_dict() if key not in self.fitting]
+        """Returns the keys of the model that the file lacks, but for those that pre-training does not have."""
+        missing = [key for key in model.state_dict() if key not in self.fitting]
+        return [key for key in missing if not key.endswith(getattr(model, "new_keys", ()))]
 
 
 def _opened(source: str | Path | Weights) -> Weights:

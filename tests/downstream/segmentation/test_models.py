@@ -87,8 +87,7 @@ def test_a_new_backbone_computes_what_the_pretrained_vit_does(tmp_path):
     plain = random_vit().double()
     model = LinearSegmenter(5, **SIZES).double()
     report = load(model.backbone, plain.state_dict(), tmp_path)
-    missing = {key.rpartition(".")[2] for key in report.missing}
-    assert missing == {"relative_position_bias_table", "gamma_1", "gamma_2"}
+    assert not report.missing  # tables of positions begin at zero
     imgs = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     expected = plain.forward_features(imgs)[:, 1:]
     (features,) = model.backbone(imgs)
