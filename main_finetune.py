@@ -448,7 +448,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
 
         schedule = schedule_by_epochs(parser, args, run.plan, loader.steps_per_epoch)
         facts = describe_model(args, model, statistics, val_images, classes)
-        training = Training.begin(run, model, optimizer, dataset, schedule, facts)
+        training = Training(run, model, optimizer, dataset, schedule, facts)
         training.announce(summary_rows(args, model, images, val_images))
 
         evaluator = make_evaluator(training, model, val_images)

@@ -370,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
 
         schedule = schedule_by_epochs(parser, args, run.plan, loader.steps_per_epoch)
         facts = describe_model(model, statistics)
-        training = Training.begin(run, model, optimizer, dataset, schedule, facts)
+        training = Training(run, model, optimizer, dataset, schedule, facts)
         training.announce(summary_rows(args, model, images))
         if args.sampling != "attention":  # whose maps change the token counts
             report_utilization(training.loop, partial(forward_gmac, vars(args), build_model))

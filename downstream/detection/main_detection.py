@@ -256,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         pretrain_size = model.backbone.grid_size[0] * model.patch_size
         settings = {**chosen, "patch_size": model.patch_size, "pretrain_size": pretrain_size}
         facts = RunFacts(statistics, settings, val_images)
-        training = Training.begin(run, model, optimizer, dataset, schedule, facts)
+        training = Training(run, model, optimizer, dataset, schedule, facts)
         training.announce(summary_rows(args, model, masks, images, val_images))
 
         evaluate_val = partial(evaluate, model, val_images, val_masks, args.num_pictures)

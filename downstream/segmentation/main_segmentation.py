@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         schedule = schedule_by_iterations(parser, args, run.plan, loader.steps_per_epoch, rate)
         settings = {"patch_size": model.patch_size}
         facts = RunFacts(statistics, settings, val_images, classes.names, classes.colors.tolist())
-        training = Training.begin(run, model, optimizer, dataset, schedule, facts)
+        training = Training(run, model, optimizer, dataset, schedule, facts)
         training.announce(summary_rows(args, model, images, val_images))
 
         windows = SlidingWindows(args.image_scale, args.stride)

@@ -198,3 +198,17 @@ def resize_valid(resize: Callable[[Tensor], Tensor], img: Tensor) -> Tensor:
     channels = torch.cat([values, valid.float()])
     total, share = resize(channels).split([len(values), len(valid)])
     return torch.where(share >= VALID_SHARE, total / share, torch.nan)
+
+
+def note_on_encoder(encoder: Mapping[str, Any], args: Mapping[str, Any]) -> list[str]:
+    """Returns a note if an encoder has learnt from images with invalid pixels, and a run marks them otherwise.
+
+    encoder: its `pixel_settings`, which declare such pixels.
+    """
+    of_encoder = InvalidPixels.from_settings(encoder)
+    invalid = InvalidPixels.from_settings(args)
+    if str(invalid) == str(of_encoder):  # NaN equals nothing
+        return []
+    return [
+        f"note: the encoder was trained with {of_encoder}, and this run has {str(invalid) or 'none of these flags'}"
+    ]

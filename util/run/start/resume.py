@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from util import collectives
 from util.run.cli import Change
 from util.run.files import checkpoint, search, strict
 from util.run.files.record import CheckpointError, CheckpointInfo, EncoderSource, RunInfo
@@ -186,6 +187,19 @@ def find_code_change(before: RunInfo, now: RunInfo) -> list[str]:
 
 
 # -------------------------------------------------------------------------------------------------------- first weights
+
+
+def find_first_weights(
+    path: str | None, flag: str, start: Start, resumed: CheckpointInfo | None
+) -> tuple[EncoderSource | None, list[str]]:
+    """Returns (the checkpoint that the run begins with, or began with, notes). All ranks must call it.
+
+    path: the value of `flag`.
+    """
+    given = collectives.run_on_rank0(lambda: find_encoder(path, resumed is not None, flag))
+    if resumed is None:
+        return given, []
+    return choose_encoder(resumed, given, start, flag)
 
 
 def find_encoder(path: str | None, is_resumed: bool, flag: str = "finetune") -> EncoderSource | None:

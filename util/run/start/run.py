@@ -2,7 +2,7 @@
 
 with Run.begin(PROGRAM, parser, args, argv, ...) as run:  # flags, processes, folder, what the run was before
     images, model, optimizer, loader = ...
-    training = Training.begin(run, model, optimizer, dataset, schedule, facts)  # restores; wraps; log, loop, saver
+    training = Training(run, model, optimizer, dataset, schedule, facts)  # restores; wraps; log, loop, saver
     return training.train(train_one_epoch, loader, [evaluator])        # steps, saves, signals, the end
 """
 
@@ -30,9 +30,8 @@ from util.run.start.errors import SetUp, exit_on_setup_errors
 from util.run.start.folder import Start, check_space, checkpoint_bytes, enter_folder, join_processes
 from util.run.start.plan import Plan, RunSchedule, decide_compilation, make_plan
 from util.run.start.resume import (
-    choose_encoder,
     find_changes,
-    find_encoder,
+    find_first_weights,
     find_notes,
     read_resumed,
     refuse_changes,
@@ -108,7 +107,7 @@ class Run:
                     set_up.handle_signals()
                 start, notes = enter_folder(program, args, argv, process, set_up)
                 resumed = read_resumed(start, plan.total_batch_size)
-                encoder, encoder_notes = find_first_weights(args, start, resumed, encoder_flag)
+                encoder, encoder_notes = find_first_weights(getattr(args, encoder_flag), encoder_flag, start, resumed)
                 watchdog.begin_phase("images")
                 yield cls(
                     parser=parser,
@@ -165,7 +164,10 @@ class Run:
             resumed = {"in_chans": self.resumed.settings["in_chans"], **self.resumed.pixel_settings}
         elif self.encoder is not None:
             encoder = checkpoint.read_info(self.encoder.path).pixel_settings
-            self.note(*note_on_invalid(encoder, vars(self.args)))
+            if declares_invalid(encoder):
+                from util.data.invalid_pixels import note_on_encoder
+
+                self.note(*note_on_encoder(encoder, vars(self.args)))
         statistics, notes = choose_statistics((self.args.mean, self.args.std), images, resumed, encoder)
         self.note(*notes)
         self.watchdog.begin_phase("model")
@@ -266,39 +268,6 @@ class Run:
         self.note(*find_notes(resumed, info, flag_changes))
         self.note(f"resuming {path} at step {self.first_step}")
         return state
-
-
-def find_first_weights(
-    args: argparse.Namespace, start: Start, resumed: CheckpointInfo | None, flag: str
-) -> tuple[EncoderSource | None, list[str]]:
-    """Returns (the checkpoint that the run begins with, or began with, notes). All ranks must call it.
-
-    flag: name of the flag that gives it.
-    """
-    path = getattr(args, flag)
-    is_resumed = resumed is not None
-    given = collectives.run_on_rank0(lambda: find_encoder(path, is_resumed, flag))
-    if resumed is None:
-        return given, []
-    return choose_encoder(resumed, given, start, flag)
-
-
-def note_on_invalid(encoder: Mapping[str, Any], args: Mapping[str, Any]) -> list[str]:
-    """Returns a note if an encoder has learnt from images with invalid pixels, and this run marks them otherwise.
-
-    encoder: its `pixel_settings`.
-    """
-    if not declares_invalid(encoder):
-        return []
-    from util.data.invalid_pixels import InvalidPixels
-
-    invalid = InvalidPixels.from_settings(args)
-    of_encoder = InvalidPixels.from_settings(encoder)
-    if str(invalid) == str(of_encoder):  # NaN equals nothing
-        return []
-    if not declares_invalid(args):
-        return [f"note: the encoder was trained with {of_encoder}; in this run all pixels are valid"]
-    return [f"note: the encoder was trained with {of_encoder}, and this run has {invalid}"]
 
 
 def describe_data(images: Any) -> DataInfo:

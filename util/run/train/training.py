@@ -25,8 +25,6 @@ from util.data.open import data_hint
 from util.data.transforms import Normalize
 from util.data.workers import kill_workers
 from util.run.cli import Parser
-from util.run.files import search
-from util.run.files.record import CheckpointInfo
 from util.run.files.reports import STATE, set_aside_earlier_run, write_json, write_state
 from util.run.processes.distributed import shut_down
 from util.run.processes.supervise import Stopped, write_error_to_log
@@ -73,20 +71,6 @@ class Training:
     info: what the checkpoints say, at the first step. wrapped: the model as training calls it: compiled, in DDP.
     """
 
-    @classmethod
-    def begin(
-        cls,
-        run: Run,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        dataset: AddressedDataset,
-        schedule: RunSchedule,
-        facts: RunFacts,
-    ) -> "Training":
-        """Restores model and optimizer if there is a checkpoint, and makes all that trains them: see `Run.restore`."""
-        info, state = run.restore(model, optimizer, dataset.images, schedule, facts)
-        return cls(run, model, optimizer, dataset, schedule, info, state)
-
     def __init__(
         self,
         run: Run,
@@ -94,10 +78,10 @@ class Training:
         optimizer: torch.optim.Optimizer,
         dataset: AddressedDataset,
         schedule: RunSchedule,
-        info: CheckpointInfo,
-        state: dict[str, Any] | None,
+        facts: RunFacts,
     ) -> None:
-        """Opens the log and wraps the model. state: of the checkpoint that is resumed, see `Checkpoint.training`."""
+        """Restores model and optimizer if there is a checkpoint, see `Run.restore`. Then wraps the model."""
+        info, state = run.restore(model, optimizer, dataset.images, schedule, facts)
         args = run.args
         plan = run.plan
         process = run.process
@@ -241,7 +225,7 @@ class Training:
                 self.write_state("stopped", f"--max_steps {loop.step}")
             else:
                 self.write_state("finished")
-            finish_run(loop, "\n".join([*summary(), *self.closing_lines()]))
+            finish_run(loop, "\n".join([*summary(), f"  output       {self.output_dir}"]))
         return True
 
     def _run_due(self, between: Sequence[BetweenSteps]) -> bool:
@@ -282,24 +266,13 @@ class Training:
         return every > 0 and rest == 0 and (epoch % every == 0 or self.loop.step == self.schedule.num_steps)
 
     def progress(self) -> str:
-        """Returns, for example, "for 100 steps on 24 images", and how to go on if --max_steps ended the run early."""
+        """Returns, for example, "for 100 steps on 24 images"."""
         step = self.loop.step
         total = self.schedule.num_steps
         images = count_of(len(self.images), "image")
         if step >= total:
             return f"for {count_of(step, 'step')} on {images}"
-        return f"for {count_of(step, 'step')} of {total} on {images}; the same command without --max_steps goes on"
-
-    def closing_lines(self) -> list[str]:
-        """Returns where the newest checkpoint and TensorBoard's files are."""
-        lines = []
-        finished = []
-        if self.process.is_main:  # the hash is not computed: this run has just written it
-            finished = search.list_finished(self.output_dir)
-        if finished:
-            lines.append(f"  checkpoint   {finished[-1]}")
-        lines.append(f"  TensorBoard  tensorboard --logdir {self.output_dir / 'tensorboard'}")
-        return lines
+        return f"for {count_of(step, 'step')} of {total} on {images}"
 
 
 # ---------------------------------------------------------------------------------------------------------- the end

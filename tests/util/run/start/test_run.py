@@ -11,23 +11,19 @@ import torch
 import main_pretrain
 from monitor import Monitor
 from tests.runs import pretrain, reports
-from util.run.files import search
-from util.run.files.checkpoint import save_checkpoint
 from util.run.processes.distributed import Process
 from util.run.start import run as run_module
 from util.run.train import loop
 from util.run.train.loop import TrainLoop
 from util.run.train.training import Training
 
-GOES_ON = "; the same command without --max_steps goes on"
-
 
 @pytest.mark.parametrize(
     ("step", "last_step", "progress"),
     [
         (60, 60, "for 60 steps on 24 images"),
-        (20, 20, f"for 20 steps of 60 on 24 images{GOES_ON}"),
-        (40, 20, f"for 40 steps of 60 on 24 images{GOES_ON}"),
+        (20, 20, "for 20 steps of 60 on 24 images"),
+        (40, 20, "for 40 steps of 60 on 24 images"),
         (60, 20, "for 60 steps on 24 images"),  # a finished run, started again with --max_steps 20
     ],
 )
@@ -35,24 +31,6 @@ def test_the_progress_is_that_of_the_run_not_that_of_its_last_start(step, last_s
     steps = Namespace(step=step, last_step=last_step)
     training = Namespace(loop=steps, images=range(24), schedule=Namespace(num_steps=60))
     assert Training.progress(training) == progress
-
-
-def closing_lines(folder, is_main):
-    return Training.closing_lines(Namespace(output_dir=folder, process=Namespace(is_main=is_main)))
-
-
-def test_the_newest_checkpoint_is_named_without_reading_it(tmp_path, monkeypatch):
-    for step in (9, 10):
-        save_checkpoint(tmp_path, step, {}, {})
-    (tmp_path / "checkpoint-11.pth").touch()  # without a record
-    monkeypatch.setattr(search, "sha256", lambda path: pytest.fail("a checkpoint was read"))
-    assert closing_lines(tmp_path, is_main=True)[0].endswith(f" {tmp_path / 'checkpoint-10.pth'}")
-    assert len(closing_lines(tmp_path, is_main=False)) == 1
-
-
-def test_a_run_without_checkpoints_names_none(tmp_path):
-    (line,) = closing_lines(tmp_path, is_main=True)
-    assert "TensorBoard" in line
 
 
 def test_work_between_steps_does_not_count_as_training_time(photos, tmp_path, monkeypatch):
