@@ -9,9 +9,8 @@ import sys
 import pytest
 import torch
 
-import main_finetune
 from prmim import MaskCollator, TokenCounts, TokenOrderSampler
-from tests.runs import evaluation, finetune, pretrain, refused
+from tests.runs import pretrain
 from util.data import loader
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import FolderImages
@@ -76,32 +75,21 @@ def memory(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("batch_bytes", "num_workers", "expected"),
+    ("batch_bytes", "free", "processes", "expected"),
     [
-        (0, 15, 4),  # unknown
-        (64 * IMAGE, 15, 4),  # 10 MB: 0.6 GB ahead
-        (512 * IMAGE, 15, 3),  # 77 MB: 3.5 GB ahead
-        (1024 * IMAGE, 15, 1),
-        (2**40, 1, 1),
+        (0, 1e15, 1, 4),  # unknown
+        (64 * IMAGE, 1e15, 1, 4),  # 10 MB: 0.6 GB ahead
+        (512 * IMAGE, 1e15, 1, 3),  # 77 MB: 3.5 GB ahead
+        (1024 * IMAGE, 1e15, 1, 1),
+        (512 * IMAGE, 64e9, 8, 3),
+        (512 * IMAGE, 32e9, 8, 1),
+        (512 * IMAGE, 32e9, 4, 3),
+        (512 * IMAGE, 16e6, 8, 1),
     ],
 )
-def test_batches_ahead_fit_into_four_gibibytes(memory, batch_bytes, num_workers, expected):
-    memory(free=1e15)
-    assert batches_ahead(batch_bytes, num_workers) == expected
-
-
-@pytest.mark.parametrize(
-    ("free", "processes", "expected"),
-    [
-        (64e9, 8, 3),
-        (32e9, 8, 1),
-        (32e9, 4, 3),
-        (16e6, 8, 1),
-    ],
-)
-def test_batches_ahead_take_half_of_the_shared_memory_at_most(memory, free, processes, expected):
+def test_batches_ahead_take_4_gib_and_half_of_the_memory(memory, batch_bytes, free, processes, expected):
     memory(free, processes)
-    assert batches_ahead(512 * IMAGE, 15) == expected
+    assert batches_ahead(batch_bytes, 15) == expected
 
 
 def test_one_batch_of_each_worker_must_fit(memory):
@@ -117,13 +105,6 @@ def test_a_run_is_refused_if_its_batches_do_not_fit(photos, tmp_path, capsys, me
     message = pretrain.refused(capsys, photos, tmp_path / "out", "--num_workers", 2)
     assert message.strip().endswith("or --num_workers 1")
     assert pretrain(photos, tmp_path / "out", "--num_workers", 0)["meta"]["step"] == 6
-
-
-def test_evaluations_are_refused_too(labelled, tmp_path, capsys, memory):
-    finetune(labelled, tmp_path)
-    memory(free=20_000)
-    message = refused(capsys, main_finetune.main, *evaluation(tmp_path, labelled, "--num_workers", 1))
-    assert message.strip().endswith("or --num_workers 0")
 
 
 class Blank(torch.utils.data.Dataset):
