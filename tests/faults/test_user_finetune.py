@@ -9,17 +9,6 @@ import pytest
 
 from tests.faults.test_user_runs import MICRO
 from tests.runs import PLAIN, finetune, pretrain
-from util.run.train import wrap
-
-
-def test_flags_that_change_bits_are_told(labelled, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(wrap, "compile_parts", lambda model: None)
-    finetune(labelled, tmp_path / "out", "--aa", "none", "--max_steps", 2, "--drop_path", 0.1)
-    capsys.readouterr()
-    finetune(labelled, tmp_path / "out", "--aa", "none", "--drop_path", 0.1, "--compile")
-    out = capsys.readouterr().out
-    assert "note: --compile was False and now is True: results agree to rounding" in out
-    assert "drop path differs" in out
 
 
 def test_other_validation_images_are_refused(labelled, tmp_path, capsys):
@@ -85,22 +74,19 @@ def test_results_know_their_encoder(photos, labelled, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "messages"),
+    ("flags", "code", "named"),
     [
-        ("--model vit_base_patch16 --finetune {base}", 4, ["made as mae_vit_micro_patch4", "of width 96", "width 768"]),
-        ("--model swin_micro_patch4_window4 --trainable_blocks 0", 2, ["swin_micro_patch4_window4 does not offer"]),
-        ("--model relative_vit_micro_patch4 --trainable_blocks 0", 2, ["relative_vit_micro_patch4 does not offer"]),
-        ("--eval --resume {tuned} --model vit_mini_patch4", 2, ["has vit_micro_patch4: leave it out"]),
-        ("--resume {base}", 2, ["is a run of main_pretrain.py"]),
+        ("--model vit_base_patch16 --finetune {base}", 4, "mae_vit_micro_patch4"),
+        ("--model swin_micro_patch4_window4 --trainable_blocks 0", 2, "swin_micro_patch4_window4"),
+        ("--eval --resume {tuned} --model vit_mini_patch4", 2, "vit_micro_patch4"),
+        ("--resume {base}", 2, "main_pretrain.py"),
     ],
 )
-def test_flags_that_do_not_fit_the_model(labelled, pretrained, tmp_path, capsys, flags, code, messages):
+def test_user_errors(labelled, pretrained, tmp_path, capsys, flags, code, named):
     if "{tuned}" in flags:
         finetune(labelled, tmp_path / "tuned", "--aa", "none", "--max_steps", 1)
     words = [word.format(base=pretrained, tuned=tmp_path / "tuned") for word in flags.split()]
-    error = finetune.refused(capsys, labelled, tmp_path / "out", *words, code=code)
-    for message in messages:
-        assert message in error
+    assert named in finetune.refused(capsys, labelled, tmp_path / "out", *words, code=code)
 
 
 def test_test_stands_in_for_val(labelled, tmp_path):

@@ -1,6 +1,3 @@
-import csv
-import re
-import statistics
 import subprocess
 from pathlib import Path
 
@@ -29,12 +26,6 @@ def test_few_labelled_crops_are_a_subset_of_the_unlabelled_ones(tmp_path, monkey
     assert len(list(tmp_path.glob("labelled/val/*/*.jpg"))) == 2 * 5
 
 
-def test_sample_photos_names_wrong_flags(tmp_path, capsys):
-    message = refused(capsys, sample_photos.main, tmp_path / "photos", "--crop_sides", "0.5", "0.25")
-    assert "--crop_sides must be two shares 0 < low <= high <= 1, got [0.5, 0.25]" in message
-    assert not list(tmp_path.iterdir())
-
-
 SMALL = ("--num_train", "2", "--num_val", "1")
 
 
@@ -47,17 +38,12 @@ def small_photos(tmp_path, monkeypatch):
     return tmp_path / "photos"
 
 
-@pytest.mark.parametrize("flags", [("--num_train", "1"), ("--bands",)])
-def test_photos_of_other_flags_are_not_mixed(small_photos, capsys, flags):
-    message = refused(capsys, sample_photos.main, small_photos, *SMALL, *flags)
-    assert "holds photographs of other flags" in message
-
-
-def test_photos_are_not_mixed_with_other_files(tmp_path, capsys):
-    pytest.importorskip("skimage")
-    (tmp_path / "train").mkdir()
-    message = refused(capsys, sample_photos.main, tmp_path, *SMALL)
-    assert "is not empty, and this program has not written it" in message
+@pytest.mark.parametrize("flags", [("--num_train", "1"), ("--bands",), ("--crop_sides", "0.5", "0.25")])
+def test_wrong_flags_and_photos_of_others_are_refused(small_photos, capsys, flags):
+    before = sorted(small_photos.rglob("*"))
+    refused(capsys, sample_photos.main, small_photos, *SMALL, *flags)
+    refused(capsys, sample_photos.main, small_photos / "train", *SMALL)  # not written by this program
+    assert sorted(small_photos.rglob("*")) == before
 
 
 def test_the_same_flags_write_the_same_photos_again(small_photos):
@@ -72,7 +58,7 @@ def test_the_same_flags_write_the_same_photos_again(small_photos):
 def test_quickstart_refuses_flags_that_it_sets_itself(flag):
     done = call(flag, "x")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"quickstart.sh: error: the script sets {flag.split('=')[0]} itself")
+    assert flag.split("=")[0] in done.stderr
 
 
 def test_quickstart_explains_itself():
@@ -80,25 +66,3 @@ def test_quickstart_explains_itself():
     assert (done.returncode, done.stderr) == (0, "")
     assert "bash scripts/quickstart.sh" in done.stdout
     assert "set -" not in done.stdout
-
-
-def test_the_seed_has_a_middle_gain_of_the_seeds_that_were_run():
-    """And docs/study.md says what all of them gave."""
-    docs = SCRIPT.parents[1] / "docs"
-    with open(docs / "studies" / "quickstart.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    gains = {row["seed"]: float(row["finetuned"]) - float(row["scratch"]) for row in rows}
-    in_order = sorted(gains, key=lambda seed: gains[seed])
-    middle = in_order[len(in_order) // 2 - 1 : len(in_order) // 2 + 1]
-    (seed,) = re.findall(r"^seed=(\d+)$", SCRIPT.read_text(), re.MULTILINE)
-    assert seed in middle
-
-    text = " ".join((docs / "study.md").read_text().split())
-    finetuned = statistics.mean(float(row["finetuned"]) for row in rows)
-    scratch = statistics.mean(float(row["scratch"]) for row in rows)
-    half = 2.3646 * statistics.stdev(gains.values()) / len(gains) ** 0.5  # Student's t with 7 degrees of freedom
-    assert len(gains) == 8
-    assert f"{finetuned:.1f} % top-1 on 1,260 crops with 70 labels, from scratch {scratch:.1f} %" in text
-    gain = statistics.mean(gains.values())
-    assert f"{gain:.1f} ± {half:.1f} (95 %), from {min(gains.values()):.1f} to {max(gains.values()):.1f}" in text
-    assert f"**The script runs seed {seed}**, one of the two middle gains: {gains[seed]:.1f}" in text
