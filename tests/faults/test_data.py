@@ -10,8 +10,9 @@ from PIL import Image
 from scripts import pack_dataset
 from tests.conftest import write_photo
 from tests.patches import StandIn
-from tests.runs import assert_same_state, finetune, finish, losses, pretrain, state
+from tests.runs import assert_same_state, finish, losses, pretrain, state
 from util.data import decode, images
+from util.data.open import open_images
 from util.data.tars import LocalTars
 
 
@@ -167,18 +168,14 @@ def test_names_of_folders_do_not_reach_the_terminal_as_they_are(copied, tmp_path
 
 
 @pytest.mark.parametrize(("side", "is_said"), [(8, True), (16, False)])
-def test_images_much_smaller_than_their_crops_are_said(labelled, tmp_path, side, is_said):
+def test_images_much_smaller_than_their_crops_are_said(copied, side, is_said):
     """A single large image is no typical one."""
-    data = tmp_path / "data"
-    shutil.copytree(labelled, data)
-    first, *others = sorted(data.rglob("train/*/*.jpg"))
-    for path in others:
+    data, _ = copied
+    for path in sorted(data.rglob("*.jpg"))[1:]:
         write_photo(path, (side + 9, side))
-    note = "note: the shorter side of a typical image has 8 pixels, and its crops are enlarged to 32 x 32: a smaller"
-    for program in (pretrain, finetune):
-        out = tmp_path / program.module.__name__
-        program(data, out, "--max_steps", 1)
-        assert (note in (out / "log.txt").read_text()) == is_said
+    notes = images.note_on_small_images(open_images("folder", data), (32, 32))
+    assert len(notes) == is_said
+    assert all(f"{side} pixels" in note and "--input_size" in note for note in notes)
 
 
 def test_decompression_bombs(copied, tmp_path, monkeypatch, recwarn):
