@@ -1,9 +1,11 @@
 """What the programs for dense tasks share: flags, schedules that count iterations, splits."""
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from torch import Tensor, nn
 
 import models_vit
 from encoders.trained import Trained
@@ -28,6 +30,7 @@ from util.run.start.flags import (
     add_update_flags,
 )
 from util.run.start.plan import Plan, RunSchedule, check_same
+from util.run.train.loop import TrainLoop
 from util.text import count_of
 
 survey = LazyModule("util.data.survey")  # of --check_data
@@ -37,6 +40,7 @@ SIZES: dict[str, dict[str, Any]] = {
     name: getattr(models_vit, name).keywords for name in models_vit.__all__ if name.islower()
 }
 Groups = Mapping[str, FlagGroup]
+Images = TypeVar("Images", bound=EncodedImages)
 
 
 # ------------------------------------------------------------------------------------------------------------- flags
@@ -223,9 +227,43 @@ def schedule_by_iterations(
     )
 
 
-# -------------------------------------------------------------------------------------------------------------- data
+# -------------------------------------------------------------------------------------------------------------- loop
 
-Images = TypeVar("Images", bound=EncodedImages)
+
+def train_iterations(
+    model: nn.Module,
+    batches: Iterator[Any],
+    steps: range,
+    loop: TrainLoop,
+    compute_losses: Callable[[nn.Module, Any, TrainLoop], dict[str, Tensor]],
+) -> None:
+    """Makes the optimizer steps `steps`. A signal ends them earlier.
+
+    batches: micro-batches from `steps.start` on. compute_losses: returns {name: loss} of a micro-batch.
+    """
+    model.train()
+    for step in steps:
+        loop.begin_step(step)
+        for micro in range(loop.accum_iter):
+            with loop.no_sync_before_last(model, micro):
+                losses = compute_losses(model, loop.next_batch(batches, micro), loop)
+                loop.scaled_loss(losses, micro).backward()
+        grad_norm = loop.update_weights()
+        loop.end_step(grad_norm)  # logs every `print_freq` steps
+        if loop.should_stop():  # all ranks have agreed
+            return
+
+
+def summary_rows(name: str, model: nn.Module, num_classes: int, images: Images, val_images: Images) -> dict[str, str]:
+    """Returns what is printed about model and data at the start. name: of the model."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
+    rows = {"model": f"{name}, {trained:.2f} M trainable parameters", "classes": str(num_classes)}
+    for split, opened in (("train", images), ("val", val_images)):
+        rows[split] = f"{count_of(len(opened), 'image')} in {opened.root}"
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------------------- data
 
 
 def args_of_model(

@@ -1,10 +1,8 @@
 """Colours of classes, and panels of one size for the pictures of dense tasks."""
 
-import colorsys
-
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageColor, ImageOps
 
 from util.data.transforms import Normalize
 from util.pictures import INVALID_COLOR, as_rgb
@@ -14,28 +12,16 @@ PANEL = 192  # side of a panel in pixels, if no other is given
 
 def default_colors(num_classes: int) -> np.ndarray:
     """Returns a colour for each class, uint8 [K, 3]: hues a golden angle apart, in three shades."""
-    shades = (  # saturation and value
-        (0.85, 0.95),
-        (0.5, 0.8),
-        (0.95, 0.6),
-    )
-    colors = np.zeros((num_classes, 3))
-    for k in range(num_classes):
-        hue = 0.618034 * k % 1
-        saturation, value = shades[k % 3]
-        colors[k] = colorsys.hsv_to_rgb(hue, saturation, value)
-    return (colors * 255).round().astype(np.uint8)
+    shades = ("85%,95%", "50%,80%", "95%,60%")  # saturation and value
+    colors = [ImageColor.getrgb(f"hsv({222.492 * k % 360:.3f},{shades[k % 3]})") for k in range(num_classes)]
+    return np.array(colors, np.uint8).reshape(-1, 3)
 
 
 def panel(picture: np.ndarray, side: int = PANEL) -> np.ndarray:
     """Fits uint8 [h, w, 3] into a white square of this side, with its aspect ratio kept."""
-    height, width = picture.shape[:2]
-    scale = side / max(height, width)
-    new_height = max(1, round(height * scale))
-    new_width = max(1, round(width * scale))
-    resized = Image.fromarray(picture).resize((new_width, new_height), Image.NEAREST)
-    square = Image.new("RGB", (side, side), "white")
-    square.paste(resized)
+    square = ImageOps.pad(
+        Image.fromarray(picture), (side, side), Image.Resampling.NEAREST, color="white", centering=(0, 0)
+    )
     return np.asarray(square)
 
 

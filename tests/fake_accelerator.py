@@ -21,6 +21,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from downstream.common import train_iterations
 from downstream.detection import engine_detection
 from downstream.detection.data import DetectionSample, PadAndStack
 from downstream.detection.models import Detector
@@ -166,11 +167,12 @@ def training(name, is_faulty):
     """Returns (weights, optimizer, function that makes a step) of a training loop, in bf16 with clipping."""
     train = None
     if name == "UPerNet":
-        train = engine_segmentation.train_iterations
+        losses = partial(engine_segmentation.losses_of_batch, mean_over_valid=False)
+        train = partial(train_iterations, compute_losses=losses)
         model = UPerNet(num_classes=5, channels=8, **SMALL)
         batches = [(torch.zeros(2, 3, 64, 64).byte(), torch.zeros(2, 64, 64).byte())] * 4
     elif name == "Mask R-CNN":
-        train = engine_detection.train_iterations
+        train = partial(train_iterations, compute_losses=engine_detection.detection_losses)
         model = Detector(3, channels=8, num_rois=16, pretrain_size=32, window_size=4, **SMALL)
         batches = detection_batches()
     else:

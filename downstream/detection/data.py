@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from util.data.images import ImageError, ImageFiles
 from util.data.invalid_pixels import InvalidPixels, resize_valid
 from util.data.pixel_format import Header
 from util.data.transforms import Size, mirror, resize
-from util.text import count_of, list_shares, shorten
+from util.text import count_of, list_shares
 
 DetectionBatch = Sequence[Any]  # of `PadAndStack`
 
@@ -71,21 +70,22 @@ class CocoImages(ImageFiles):
     ) -> None:
         self.json_path = Path(json_path)
         content = read_coco(self.json_path)
-        if not Path(image_root).is_dir():
-            raise ValueError(f"{str(image_root)!r}, the folder of the images of {str(json_path)!r}, does not exist")
         categories = sorted(content["categories"], key=lambda category: category["id"])
         self.categories = [(category["id"], str(category.get("name", category["id"]))) for category in categories]
-        annotated = group_by_image(content, [category_id for category_id, _ in self.categories])
+        annotated = group_by_image(content, [category_id for category_id, _ in self.categories], training)
         images = sorted(content["images"], key=lambda image: image["id"])
         notes = []
         num_beyond = count_beyond(content)
         if num_beyond:
             notes.append(f"boxes that reach beyond their image are cut: {num_beyond}")
         if training:
-            notes += leave_out_untrainable(annotated)
             with_objects = [image for image in images if annotated[image["id"]]]
-            if len(with_objects) < len(images):
-                notes.append(f"images without objects ignored: {len(images) - len(with_objects)}")
+            num_without = len(images) - len(with_objects)
+            num_left_out = len(content["annotations"]) - sum(len(kept) for kept in annotated.values())
+            if num_without or num_left_out:
+                notes.append(
+                    f"left out of training: {count_of(num_left_out, 'object')}, {count_of(num_without, 'image')}"
+                )
             images = with_objects
         samples = [(image["file_name"], 0) for image in images]
         super().__init__(image_root, samples, classes=[], notes=notes, in_chans=in_chans, invalid=invalid)
@@ -119,30 +119,10 @@ class CocoImages(ImageFiles):
             f"shorter sides of the boxes: {np.median(sides):.1f} px in the median",
         ]
 
-    def check(self, max_bad_fraction: float = 0.0) -> None:
-        """As `EncodedImages.check`. ImageError, too, if images are missing."""
-        self.refuse_missing()
-        super().check(max_bad_fraction)
-
     def read_header(self, i: int) -> Header:
         pixels, size = super().read_header(i)
         self.refuse_size(i, size)
         return pixels, size
-
-    def refuse_missing(self) -> None:
-        """ImageError if images are not in their folder."""
-        names = [os.fsdecode(name) for name in self.names.tolist()]
-        present: set[str] = set()
-        for folder in {os.path.dirname(name) for name in names}:  # listing is faster than a look at each file
-            path = os.path.join(self.root, folder)
-            if os.path.isdir(path):
-                present.update(os.path.join(folder, file) for file in os.listdir(path))
-        missing = [name for name in names if name not in present]
-        if missing:
-            raise ImageError(
-                f"{len(missing)} of {len(names)} images of {str(self.json_path)!r} are not in {str(self.root)!r}: "
-                f"{shorten(missing)}"
-            )
 
     def refuse_size(self, i: int, size: Size) -> None:
         """ImageError unless image i has the (height, width) `size` in the JSON file."""
@@ -174,8 +154,13 @@ class CocoImages(ImageFiles):
         return img, label
 
 
-def group_by_image(content: Mapping[str, Any], category_ids: Sequence[int]) -> dict[int, list[Annotation]]:
-    """Returns the annotations of each image in a checked COCO file, by the images' ids."""
+def group_by_image(
+    content: Mapping[str, Any], category_ids: Sequence[int], training: bool
+) -> dict[int, list[Annotation]]:
+    """Returns the annotations of each image in a checked COCO file, by the images' ids.
+
+    training: leave out crowds, and boxes without area inside their image.
+    """
     sizes = {image["id"]: (image["height"], image["width"]) for image in content["images"]}
     label_of = {category: label for label, category in enumerate(category_ids, 1)}
     grouped: dict[int, list[Annotation]] = {image_id: [] for image_id in sizes}
@@ -187,26 +172,9 @@ def group_by_image(content: Mapping[str, Any], category_ids: Sequence[int]) -> d
             is_crowd=bool(entry.get("iscrowd", 0)),
             segmentation=entry.get("segmentation") or None,
         )
-        grouped[image_id].append(annotation)
+        if not training or (annotation.box is not None and not annotation.is_crowd):
+            grouped[image_id].append(annotation)
     return grouped
-
-
-def leave_out_untrainable(annotated: dict[int, list[Annotation]]) -> list[str]:
-    """Removes crowds and boxes without area in place. Returns notes that say how many."""
-    num_crowds = 0
-    num_empty = 0
-    for image_id, annotations in annotated.items():
-        without_crowds = [annotation for annotation in annotations if not annotation.is_crowd]
-        trainable = [annotation for annotation in without_crowds if annotation.box is not None]
-        num_crowds += len(annotations) - len(without_crowds)
-        num_empty += len(without_crowds) - len(trainable)
-        annotated[image_id] = trainable
-    notes = []
-    if num_crowds:
-        notes.append(f"annotations of crowds ignored: {num_crowds}")
-    if num_empty:
-        notes.append(f"boxes without area inside their image ignored: {num_empty}")
-    return notes
 
 
 def clip_box(box: Sequence[float], size: Size) -> list[float] | None:

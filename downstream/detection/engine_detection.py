@@ -45,27 +45,12 @@ def split_targets(batch: DetectionBatch) -> tuple[list[Size], list[dict[str, Ten
     return sizes, targets
 
 
-def train_iterations(model: nn.Module, batches: Iterator[DetectionBatch], steps: range, loop: TrainLoop) -> None:
-    """Makes the optimizer steps `steps`. A signal ends them earlier.
-
-    model: `model(imgs, sizes, targets) -> {name: loss}`. batches: micro-batches from `steps.start` on.
-    """
-    model.train()
-    for step in steps:
-        loop.begin_step(step)
-        for micro in range(loop.accum_iter):
-            batch = loop.next_batch(batches, micro)
-            sizes, targets = split_targets(batch)
-            with loop.no_sync_before_last(model, micro):
-                with loop.autocast():
-                    imgs = pad_with_zeros(loop.normalize(batch[0]), sizes)
-                    losses = model(imgs, sizes, targets)
-                del batch, imgs, targets  # frees their memory for the backward pass
-                loop.scaled_loss(losses, micro).backward()
-        grad_norm = loop.update_weights()
-        loop.end_step(grad_norm)  # logs every `print_freq` steps
-        if loop.should_stop():  # all ranks have agreed
-            return
+def detection_losses(model: nn.Module, batch: DetectionBatch, loop: TrainLoop) -> dict[str, Tensor]:
+    """Returns the losses of a micro-batch. model: `model(imgs, sizes, targets) -> {name: loss}`."""
+    sizes, targets = split_targets(batch)
+    with loop.autocast():
+        imgs = pad_with_zeros(loop.normalize(batch[0]), sizes)
+        return model(imgs, sizes, targets)
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation
@@ -161,8 +146,7 @@ def score_results(results: list[dict[str, Any]], images: CocoImages, masks: bool
     scores = {}
     for name, kind in kinds.items():
         for measure, value in average_precision(truth, results, kind).items():
-            if value is not None:
-                scores[f"{name}_{measure}"] = value
+            scores[f"{name}_{measure}"] = value
     return scores
 
 

@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from downstream import common
 from downstream.common import StepDecay, schedule_by_iterations
 from downstream.detection.data import CocoImages, LargeScaleJitter, PadAndStack
-from downstream.detection.engine_detection import evaluate, train_iterations
+from downstream.detection.engine_detection import detection_losses, evaluate
 from downstream.detection.masks import coco_masks
-from downstream.detection.models import Detector, build_detector
+from downstream.detection.models import build_detector
 from downstream.recipes import DETECTION_RECIPES, MASK_RCNN_DEFAULTS
 from encoders.load import load_encoder
 from encoders.trained import load
@@ -204,23 +204,6 @@ def describe_scores(scores: Mapping[str, Any]) -> str:
     return f"{', '.join(parts) or 'no objects'} on {count_of(int(scores['num_images']), 'image')}"
 
 
-def summary_rows(args: argparse.Namespace, model: Detector, masks: bool, *data: CocoImages) -> dict[str, str]:
-    """Returns what is printed about model and data at the start."""
-    million = sum(p.numel() for p in model.parameters()) / 1e6
-    name = "Faster R-CNN"
-    if masks:
-        name = "Mask R-CNN"
-    rows = {
-        "model": f"{name} on {args.model}, {million:.2f} M parameters",
-        "classes": str(len(data[0].categories)),
-    }
-    for split, images in zip(SPLITS, data, strict=True):
-        notes = "".join(f"; {note}" for note in images.notes)
-        objects = count_of(images.num_objects, "object")
-        rows[split] = f"{count_of(len(images), 'image')} with {objects} in {images.json_path}{notes}"
-    return rows
-
-
 def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
     """Trains to the end of the schedule, or evaluates. Returns False if a signal stopped the run before."""
     parser, args = parse_args(argv)
@@ -238,6 +221,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         chosen: dict[str, Any] = {"masks": masks, "categories": [list(category) for category in images.categories]}
         if run.resumed is not None:
             check_categories(run.resumed.settings["categories"], images, f"the run in {str(run.output_dir)!r}")
+        run.note(*val_images.notes)
         statistics = run.pixel_statistics(images)
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
@@ -257,12 +241,13 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         settings = {**chosen, "patch_size": model.patch_size, "pretrain_size": pretrain_size}
         facts = RunFacts(statistics, settings, val_images)
         training = Training(run, model, optimizer, dataset, schedule, facts)
-        training.announce(summary_rows(args, model, masks, images, val_images))
+        name = f"Mask R-CNN on {args.model}" if masks else f"Faster R-CNN on {args.model}"
+        training.announce(common.summary_rows(name, model, len(images.categories), images, val_images))
 
         evaluate_val = partial(evaluate, model, val_images, val_masks, args.num_pictures)
         evaluator = Evaluator(training, evaluate_val, describe_scores, picture_name=PICTURE)
-        name = f"a detector on {args.model}"
-        return training.train(train_iterations, loader.open, [evaluator], lambda: evaluator.summary(name))
+        train_steps = partial(common.train_iterations, compute_losses=detection_losses)
+        return training.train(train_steps, loader.open, [evaluator], lambda: evaluator.summary(name))
 
 
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, Any]:

@@ -14,8 +14,8 @@ def average_precision(
     truth: Mapping[str, Any],
     detections: Sequence[Mapping[str, Any]],
     kind: str,
-) -> dict[str, float | None]:
-    """Returns the value of each of NAMES in percent, None where there are no objects.
+) -> dict[str, float]:
+    """Returns the values of NAMES in percent, of those of which there are objects.
 
     truth: the content of a COCO-style JSON file. detections: COCO's results of all images, with image_id, category_id,
     score, bbox [x, y, width, height] and, for masks, segmentation. kind: "bbox" or "segm".
@@ -31,12 +31,8 @@ def average_precision(
         results.append({key: value for key, value in detection.items() if key != left_out})
     evaluation = COCOeval_faster(coco, coco.loadRes(results), iouType=kind)
     evaluation.run()
-    scores: dict[str, float | None] = {}
-    for name, value in zip(NAMES, evaluation.stats, strict=False):
-        scores[name] = None
-        if value >= 0:
-            scores[name] = 100 * float(value)
-    return scores
+    measured = dict(zip(NAMES, evaluation.stats, strict=False))
+    return {name: 100 * float(value) for name, value in measured.items() if value >= 0}
 
 
 def complete_truth(truth: Mapping[str, Any]) -> dict[str, Any]:

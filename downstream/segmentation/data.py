@@ -30,7 +30,6 @@ from util.data.transforms import TRIES, Size, mirror
 from util.text import count_of, shorten
 
 IGNORE = 255
-NO_CLASS = "no labelled pixel in the {} split: check its label files, --ignore_index and --reduce_zero_label"
 
 
 class LabelValues:
@@ -56,19 +55,18 @@ class LabelValues:
         self.table = np.full(256, -1, np.int16)
         self.table[first : self.last + 1] = np.arange(num_classes)
         self.table[ignore_index] = IGNORE
-        self.meaning = f"{first} to {self.last} are classes, {ignore_index} is ignored"
         if reduce_zero_label:
             self.table[0] = IGNORE
-            self.meaning += ", and so is 0"
-        else:
-            self.meaning += " (if classes begin at 1: --reduce_zero_label)"
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
         """Returns the classes of uint8 values [H, W], uint8 [H, W]. ValueError names values that have no meaning."""
         classes = self.table[values]
         unknown = np.unique(values[classes < 0])
         if len(unknown):
-            raise ValueError(f"it holds the values {shorten([str(value) for value in unknown])}; {self.meaning}")
+            raise ValueError(
+                f"it holds the values {shorten([str(value) for value in unknown])}; {self.first} to {self.last} are "
+                f"classes, {self.ignore_index} is ignored (--num_classes, --ignore_index, --reduce_zero_label)"
+            )
         return classes.astype(np.uint8)
 
     def count_classes(self, num_pixels: np.ndarray) -> int:
@@ -160,7 +158,7 @@ class SegmentationImages(ImageFiles):
         self._refuse_bad(problems, len(checked), max_bad_fraction)
         found = self.values.count_classes(self.num_pixels)
         if found == 0:
-            raise ImageError(NO_CLASS.format(self.split))
+            raise ImageError(f"no pixel of {self.split} has a class: check --ignore_index and --reduce_zero_label")
         described = f"{found} of {count_of(self.values.num_classes, 'class')} found in {self.split}"
         if found == 1 and self.values.num_classes > 1 and self.split == "train":
             raise ImageError(f"{described}, by the label files: {self.values.describe(self.num_pixels)}")

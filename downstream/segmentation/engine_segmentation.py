@@ -69,33 +69,17 @@ def segmentation_losses(logits: Mapping[str, Tensor], labels: Tensor, mean_over_
     return losses
 
 
-def train_iterations(
-    model: nn.Module,
-    batches: Iterator[Sequence[Tensor]],
-    steps: range,
-    loop: TrainLoop,
-    mean_over_valid: bool = False,
-) -> None:
-    """Makes the optimizer steps `steps`. A signal ends them earlier.
+def losses_of_batch(
+    model: nn.Module, batch: Sequence[Tensor], loop: TrainLoop, mean_over_valid: bool
+) -> dict[str, Tensor]:
+    """Returns the losses of a micro-batch (imgs [B, C, H, W] as stored, labels uint8 [B, H, W]).
 
-    model: `model(imgs) -> {name: logits}`. batches: micro-batches (imgs [B, C, H, W] as stored, labels uint8 [B, H, W])
-    from `steps.start` on.
+    model: `model(imgs) -> {name: logits}`.
     """
-    model.train()
-    for step in steps:
-        loop.begin_step(step)
-        for micro in range(loop.accum_iter):
-            imgs, labels = loop.next_batch(batches, micro)
-            with loop.no_sync_before_last(model, micro):
-                with loop.autocast():
-                    logits = model(loop.normalize(imgs))
-                losses = segmentation_losses(logits, labels, mean_over_valid)
-                del imgs, labels, logits  # frees their memory for the backward pass
-                loop.scaled_loss(losses, micro).backward()
-        grad_norm = loop.update_weights()
-        loop.end_step(grad_norm)  # logs every `print_freq` steps
-        if loop.should_stop():  # all ranks have agreed
-            return
+    imgs, labels = batch
+    with loop.autocast():
+        logits = model(loop.normalize(imgs))
+    return segmentation_losses(logits, labels, mean_over_valid)
 
 
 # -------------------------------------------------------------------------------------------------------- inference

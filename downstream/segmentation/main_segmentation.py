@@ -28,8 +28,8 @@ from downstream.segmentation.engine_segmentation import (
     ClassList,
     SlidingWindows,
     evaluate,
+    losses_of_batch,
     read_classes,
-    train_iterations,
 )
 from downstream.segmentation.models import HEADS, Segmenter, build_segmenter
 from encoders.load import load_encoder
@@ -211,20 +211,6 @@ def describe_scores(scores: Mapping[str, Any]) -> str:
     return f"{values} on {count_of(int(scores['num_images']), 'image')}"
 
 
-def summary_rows(args: argparse.Namespace, model: Segmenter, images: Any, val_images: Any) -> dict[str, str]:
-    """Returns what is printed about model and data at the start."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
-    head = "with UPerNet"
-    if args.head == "linear":
-        head = "frozen, and a linear layer"
-    return {
-        "model": f"{args.model} {head}, {trained:.2f} M trainable parameters",
-        "classes": str(args.num_classes),
-        "data": f"{count_of(len(images), 'image')} in {images.root}",
-        "val": f"{count_of(len(val_images), 'image')} in {val_images.root}",
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
     """Trains to the end of the schedule, or evaluates. Returns False if a signal stopped the run before."""
     parser, args = parse_args(argv)
@@ -275,13 +261,14 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         settings = {"patch_size": model.patch_size}
         facts = RunFacts(statistics, settings, val_images, classes.names, classes.colors.tolist())
         training = Training(run, model, optimizer, dataset, schedule, facts)
-        training.announce(summary_rows(args, model, images, val_images))
+        name = f"{args.head} on {args.model}"
+        training.announce(common.summary_rows(name, model, args.num_classes, images, val_images))
 
         windows = SlidingWindows(args.image_scale, args.stride)
         evaluate_val = partial(evaluate, model, val_images, classes, windows, args.num_pictures)
         evaluator = Evaluator(training, evaluate_val, describe_scores, picture_name=PICTURE)
-        train_steps = partial(train_iterations, mean_over_valid=args.mean_over_valid)
-        name = f"{args.head} on {args.model}"
+        compute_losses = partial(losses_of_batch, mean_over_valid=args.mean_over_valid)
+        train_steps = partial(common.train_iterations, compute_losses=compute_losses)
         return training.train(train_steps, loader.open, [evaluator], lambda: evaluator.summary(name))
 
 

@@ -65,7 +65,9 @@ def test_training_leaves_out_what_detectron2_leaves_out(tmp_path):
     images = open_split(root)
     assert images.ids.tolist() == [97, 99]
     assert images.annotations(1)[0].box == [0.0, 50.0, 15.0, 56.0]
-    assert [note.rpartition(": ")[2] for note in images.notes] == ["2", "1", "2", "2"]  # cut; crowds, empty, images
+    cut, left_out = images.notes
+    assert "cut: 2" in cut
+    assert "3 objects, 2 images" in left_out
     everything = open_split(root, training=False)
     assert everything.ids.tolist() == [97, 98, 99, 100]
     assert everything.annotations(3)[0].is_crowd
@@ -117,7 +119,7 @@ def test_missing_files_and_other_sizes_are_refused(tmp_path):
     with pytest.raises(ImageError, match="002.png"):
         images.load(2)
     (root / "val2017" / "001.png").unlink()
-    with pytest.raises(ImageError, match="1 of 5 images .* 001.png"):
+    with pytest.raises(ImageError, match="001.png"):
         images.check()
 
 
