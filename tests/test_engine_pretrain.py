@@ -13,7 +13,6 @@ from tests.two_processes import run_in_two_processes
 from util import collectives
 from util.data.transforms import Normalize
 from util.run.processes import distributed, supervise
-from util.run.processes.distributed import precision
 from util.run.train import loop
 from util.run.train.loop import Meter
 
@@ -160,39 +159,6 @@ def test_waiting_for_data_is_said_once_and_not_of_the_first_report(share, hint, 
     rates = "8 images/s are loaded, the model takes up to 16"
     line = f"warning: 50% of the time is spent waiting for data ({rates}): buy a disk"
     assert engine.loop.log.lines == [line] * said
-
-
-@pytest.mark.parametrize(
-    ("data", "host", "said"),
-    [
-        (0.01, 0.97, 1),
-        (0.05, 0.92, 1),
-        (0.01, 0.8, 0),
-        (0.5, 0.5, 0),
-    ],
-)
-def test_a_host_that_keeps_its_gpu_waiting_is_named_once(data, host, said, monkeypatch):
-    """That of a GPU which waits for data is told otherwise."""
-    monkeypatch.setattr(loop.Clock, "lap", lambda self, images: {"seconds_per_step": 1.0, "images_per_s": 8.0})
-    shares = {"data_share": data, "data_rank": 0, "host_share": host, "host_rank": 0}
-    monkeypatch.setattr(loop.TrainLoop, "_shares", lambda self, sums: shares)
-    engine = a_loop()
-    engine.loop.data_hint = "buy a disk"
-    engine.loop.host_hint = "buy a CPU"
-    engine.steps(range(8), stream(8))
-    line = f"note: the host works {host:.0%} of the time, and its GPU waits: buy a CPU"
-    assert engine.loop.log.lines.count(line) == said
-
-
-def test_reports_on_a_gpu_say_how_much_memory_it_needs(monkeypatch):
-    engine = a_loop(print_freq=2)
-    monkeypatch.setattr(loop, "memory_scalars", lambda device: {"gpu_memory_gb": 27.34})
-    reported = []
-    monkeypatch.setattr(engine.loop.log, "report", lambda *arguments: reported.append(arguments))
-    engine.steps(range(2), stream(2))
-    ((_, scalars, line, *_),) = reported
-    assert scalars["gpu_memory_gb"] == 27.34
-    assert line.endswith(", 27.3 GB")
 
 
 def test_a_gpu_copies_a_batch_beside_the_step_before_and_computes_only_then(monkeypatch):
@@ -367,12 +333,6 @@ def test_fp16_scales_and_backs_off():
     spoil(engine, {0})
     engine.steps(range(1), stream(1))
     assert engine.loop.precision.scaler.get_scale() == 32768
-
-
-def test_other_precisions_are_not_scaled():
-    assert not a_loop("fp32").loop.precision.scaler.is_enabled()
-    assert not a_loop("bf16").loop.precision.scaler.is_enabled()
-    assert precision("auto", CPU)[0] == "fp32"
 
 
 # -------------------------------------------------------------------------------------------------------- the meter

@@ -14,8 +14,6 @@ import hashlib
 import io
 import json
 import os
-import pickle
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -185,7 +183,8 @@ def _read_content(path: Path) -> Any:
         raise
     except Exception as error:  # torch raises many types for files that it has not written
         sha256(path)  # OSError if the storage fails, in whose place torch may raise another type
-        raise CheckpointError(f"{str(path)!r} cannot be read as a checkpoint of tensors: {_describe(error)}") from error
+        reason = str(error).strip().partition(". ")[0]  # torch's next sentence advises to load files that may run code
+        raise CheckpointError(f"{str(path)!r} cannot be read as a checkpoint of tensors: {reason}") from error
 
 
 def _find_weights(content: Mapping[str, Any], path: Path) -> dict[str, torch.Tensor]:
@@ -202,16 +201,3 @@ def _find_weights(content: Mapping[str, Any], path: Path) -> dict[str, torch.Ten
     raise CheckpointError(
         f"{str(path)!r} holds no weights by their names, not in `model`, `state_dict` or `student` either"
     )
-
-
-def _describe(error: Exception) -> str:
-    """Returns the error of torch.load or safetensors in short, without the advice to load files that may run code."""
-    if isinstance(error, pickle.UnpicklingError):
-        contents = "it holds more than tensors, or is damaged"
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if named:
-            contents = f"it holds {named[1]}, which may be of another version of the code that has written it"
-        return f"{contents}; files whose reading could run code are refused: save the tensors of a state_dict alone"
-    if isinstance(error, EOFError):
-        return "it ends too early"
-    return str(error).strip().partition(". ")[0]

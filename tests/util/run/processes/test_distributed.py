@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.until import wait_until
 from util import collectives
 from util.data import loader
-from util.run.processes import distributed, supervise
+from util.run.processes import distributed
 from util.run.processes.distributed import Process, slurm_environment
 
 JOB = {
@@ -184,20 +183,6 @@ def test_a_port_in_use_is_a_reason_to_start_again_unless_the_user_chose_it(scont
             monkeypatch.delenv(name)
         with pytest.raises(ValueError, match="MASTER_PORT cannot be used, unset it or choose another"):
             distributed.init_process("cpu")
-
-
-def test_a_start_without_the_others_is_named_and_then_ended(monkeypatch, capfd):
-    codes = []
-    monkeypatch.setattr(supervise, "os", SimpleNamespace(_exit=codes.append))
-    monkeypatch.setattr(distributed, "NOTICE", 0)
-    monkeypatch.setattr(distributed, "join_group", lambda *_: wait_until(lambda: codes))
-    for name, value in zip(distributed.REQUIRED, ("0", "2", "0", "gpu07", "29500"), strict=True):
-        monkeypatch.setenv(name, value)
-    distributed.init_process("cpu", join_timeout=0.5)
-    error = capfd.readouterr().err
-    assert "process 0 is waiting for all 2 processes at gpu07:29500; for a single process, unset RANK" in error
-    assert "made no progress for 0.5 s: it is waiting for all 2 processes at gpu07:29500; exit code 75" in error
-    assert set(codes) == {75}
 
 
 def test_threads_settle_before_workers_are_forked(photos, monkeypatch):

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import main_finetune
 import main_pretrain
 from tests.runs import pretrain
 from util import cores as cores_module
@@ -15,7 +14,7 @@ from util.run.processes.distributed import Process
 from util.run.start import plan as plan_module
 from util.run.start import run
 from util.run.start.flags import MIN_COMPILED_STEPS
-from util.run.start.plan import Plan, decide_compilation, make_plan, num_workers, schedule_by_epochs
+from util.run.start.plan import Plan, decide_compilation, make_plan, num_workers
 
 
 def plan_of(flags, world_size):
@@ -61,35 +60,6 @@ def test_a_pretraining_on_gpus_takes_micro_batches_that_fill_them(monkeypatch, c
     process = Process(torch.device("cpu"), world_size=4)
     plan = make_plan(args, process, fitting_batch=main_pretrain.fitting_batch(args))
     assert (plan.batch_size, plan.accum_iter) == expected
-
-
-LENGTH_OF_RECIPE = "40 epochs of 3 steps, 4 of warm-up (shortened from 40 of 800), peak"
-
-
-@pytest.mark.parametrize(
-    ("main", "command", "said"),
-    [
-        (main_pretrain, "--epochs 40 --recipe prmim50_vit_base_800ep", LENGTH_OF_RECIPE),
-        (main_pretrain, "--recipe prmim50_vit_base_800ep", "800 epochs of 3 steps, 40 of warm-up, peak"),
-        (main_finetune, "--epochs 5", "5 epochs of 3 steps, 0.5 of warm-up (shortened from 5 of 100), peak"),
-        (main_finetune, "--epochs 5 --warmup_epochs 4", "5 epochs of 3 steps, 4 of warm-up, peak"),
-        (main_finetune, "--recipe finetune_vit_large", "50 epochs of 3 steps, 5 of warm-up, peak"),
-        (
-            main_finetune,
-            "--epochs 45 --trainable_blocks 0",
-            "45 epochs of 3 steps, 5 of warm-up (shortened from 10 of 90)",
-        ),
-        (
-            main_finetune,
-            "--epochs 9 --recipe linprobe_vit_huge",
-            "9 epochs of 3 steps, 1.8 of warm-up (shortened from 10",
-        ),
-    ],
-)
-def test_the_summary_says_whether_the_warm_up_was_shortened(main, command, said):
-    parser, args = main.parse_args(command.split())
-    plan = make_plan(args, Process(torch.device("cpu")))
-    assert schedule_by_epochs(parser, args, plan, 3).summary.startswith(said)
 
 
 def test_gpus_of_two_precisions_are_refused(monkeypatch):
@@ -171,9 +141,7 @@ def test_a_total_that_the_processes_cannot_share_is_refused():
     ("flags", "world_size", "message"),
     [
         ("--accum_iter 3", 1, "--accum_iter 3, .* --batch_size 16 on 1 process takes 4"),
-        ("--accum_iter 64", 2, "--accum_iter 64, .* --batch_size 1 on 2 processes takes 32"),
         ("--batch_size 24", 1, "--batch_size 24 on 1 process: try --batch_size 16"),
-        ("--batch_size 8 --accum_iter 3", 2, "--batch_size 8 on 2 processes takes 4"),
     ],
 )
 def test_a_split_that_is_refused_names_what_was_given(flags, world_size, message):

@@ -7,17 +7,12 @@ from pathlib import Path
 
 from tests.patches import MonkeyPatch
 from util.run.train import logging
-from util.run.train.logging import RunLog, summary_lines
+from util.run.train.logging import RunLog
 
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-def test_the_summary_is_aligned() -> None:
-    rows = {"model": "mae_vit_base_patch16", "lr": "2.4e-3"}
-    assert summary_lines(rows) == ["  model  mae_vit_base_patch16", "  lr     2.4e-3"]
 
 
 def test_the_progress_bar_shows_the_epoch_and_the_latest_values(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:

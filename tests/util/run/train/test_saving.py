@@ -264,19 +264,6 @@ def test_three_writes_in_a_row_that_fail_end_the_run(tmp_path, monkeypatch):
         saver.save()
 
 
-def test_a_missing_permission_stays_one(tmp_path, monkeypatch):
-    """Its exit code and its advice differ."""
-
-    def save_checkpoint(*_):
-        raise PermissionError(13, "Permission denied", str(tmp_path / "checkpoint-3.pth"))
-
-    monkeypatch.setattr(checkpoint, "save_checkpoint", save_checkpoint)
-    saver = a_saver(tmp_path, step=3)
-    with pytest.raises(PermissionError, match="no step of this run is saved") as refusal:
-        saver.save(final=True)
-    assert refusal.value.filename == str(tmp_path / "checkpoint-3.pth")
-
-
 def test_a_write_that_hangs_is_waited_for_at_the_next_report(tmp_path, gate, monkeypatch):
     """Then the watchdog ends the process."""
     now = [0.0]
@@ -427,14 +414,6 @@ def test_no_save_among_lost_steps_costs_the_last_good_checkpoint(tmp_path, saves
         assert "No checkpoint of this run" in advice
     else:
         assert f"--resume {shlex.quote(str(tmp_path / f'checkpoint-{good}.pth'))}" in advice
-
-
-def test_the_advice_after_an_io_error_does_not_lean_on_a_write_that_rank_0_may_still_be_making(tmp_path):
-    saver = a_saver(tmp_path, step=1)
-    before = saver.advice(OSError())
-    saver.save(final=True)
-    assert before == saver.advice(OSError()) == "; the same command goes on from the newest checkpoint, if there is one"
-    assert saver.advice(ValueError()) == ""
 
 
 def test_statistics_that_are_not_finite_are_not_saved(tmp_path):

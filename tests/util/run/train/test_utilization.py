@@ -39,11 +39,6 @@ def test_a_frozen_teacher_and_all_processes_count(monkeypatch):
     assert measure({"images_per_s": 100}) == {"mfu": pytest.approx((6 * 2e9 + 2 * 0.5e9) * 100 / 4e12)}
 
 
-def test_without_a_known_peak_nothing_is_counted_or_reported(photos, tmp_path):
-    pretrain(photos, tmp_path, *BF16)
-    assert "mfu" not in reports(tmp_path)[0]
-
-
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
