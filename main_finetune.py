@@ -27,11 +27,12 @@ from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util import collectives
 from util.accuracy import accuracy_text
 from util.data.datasets import AddressedDataset, stack
+from util.data.finetune_augment import FinetuneAugment
 from util.data.images import FolderImages, check_classes, match_splits, note_on_small_images
 from util.data.open import open_everywhere
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import Statistics, normalizer
-from util.data.transforms import FinetuneAugment, RandomResizedCropFlip, ResizeCenterCrop, with_vflip
+from util.data.transforms import RandomResizedCropFlip, ResizeCenterCrop, with_vflip
 from util.evaluate import robustness
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.loop import EvalContext

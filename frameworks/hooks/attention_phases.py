@@ -24,10 +24,9 @@ from peer_sampling import attention_sampling
 from prmim import TokenOrderSampler
 from util.atomic import replaced_file
 from util.collectives import all_reduce_sum, rank_and_world_size, run_everywhere, run_on_rank0
-from util.data.attention_maps import CROPS, AttentionMaps, maps_path, write_maps
+from util.data.attention_maps import CROPS, AttentionMaps, Squash, maps_path, write_maps
 from util.data.datasets import AddressedDataset, stack
 from util.data.loader import Loader
-from util.data.transforms import Squash
 from util.run.cli import FlagGroup
 from util.run.train.loader import TrainLoader
 from util.run.train.loop import TrainLoop

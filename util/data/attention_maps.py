@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from util.atomic import replaced_file
-from util.data.transforms import CropBox
+from util.data.transforms import CropBox, Sides, resize
+from util.pos_embed import height_and_width
 
 CROPS = ("view", "released")
 
@@ -26,6 +28,18 @@ def write_maps(path: Path, maps: np.ndarray) -> None:
     path.parent.mkdir(exist_ok=True)
     with replaced_file(path, durable=True) as temporary:
         np.save(temporary, maps.astype(np.float16))
+
+
+class Squash:
+    """Resizes the whole image to `size`, bilinear, whatever its aspect ratio: what attention maps are made of."""
+
+    def __init__(self, size: Sides, reference: bool = False) -> None:
+        self.size = height_and_width(size)
+        self.reference = reference
+
+    def __call__(self, img: Tensor, epoch: int = 0, index: int = 0) -> Tensor:
+        """Resizes [C, H, W]. Returns [C, *size] of the same type, contiguous."""
+        return resize(img, self.size, "bilinear", self.reference).contiguous()
 
 
 class AttentionMaps:

@@ -4,8 +4,8 @@ Images are uint8, uint16 or float32, with any number of channels, and keep their
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,14 +13,10 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from util.addressed import AUGMENT, LIBRARY, VFLIP, addressed_numbers, addressed_seed, seeded_libraries
+from util.addressed import AUGMENT, VFLIP, addressed_numbers
 from util.data.pixel_format import RGB8, PixelFormat
-from util.lazy import LazyModule
 from util.pos_embed import height_and_width
 from util.tokens import fill_invalid
-
-timm_data = LazyModule("timm.data")
-timm_ops = LazyModule("timm.data.auto_augment")
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -215,55 +211,6 @@ def reflected(first: int, count: int, length: int) -> Tensor:
     return last - (last - indices).abs()
 
 
-class FinetuneAugment:
-    """MAE's augmentation for fine-tuning: random resized crop and flip, then timm's RandAugment or colour jitter.
-
-    auto_augment: timm's policy, such as "rand-m9-mstd0.5-inc1", or None. color_jitter: strength, used without a policy,
-    or None. timm draws from global generators, which are seeded by the sample's address around the call. ValueError
-    for a policy that timm cannot build or apply.
-    """
-
-    def __init__(
-        self,
-        size: Sides,
-        seed: int,
-        scale: Sequence[float] = (0.08, 1.0),
-        auto_augment: str | None = None,
-        color_jitter: float | None = None,
-        reference: bool = False,
-        hflip: bool = True,
-    ) -> None:
-        self.crop = RandomResizedCropFlip(size, seed, scale, reference=reference, hflip=hflip)
-        try:
-            _, self.augment, _ = timm_data.create_transform(
-                self.crop.size,
-                is_training=True,
-                separate=True,
-                auto_augment=auto_augment,
-                color_jitter=color_jitter,
-                interpolation="bicubic",
-            )
-            for op in augment_ops(self.augment):
-                if op.aug_fn is timm_ops.posterize:
-                    op.aug_fn = posterize
-            self(torch.zeros(3, *self.crop.size, dtype=torch.uint8), 0, 0)  # some errors occur only in use
-        except (AssertionError, KeyError, ValueError, RuntimeError) as error:
-            unknown = f"a colour jitter of {color_jitter}"
-            if auto_augment:
-                unknown = f"the augmentation policy {auto_augment!r}"
-            raise ValueError(f"timm does not know {unknown} ({error})") from error
-
-    def __call__(self, img: Tensor, epoch: int, index: int) -> Tensor:
-        """Augments uint8 [3, H, W]. Returns uint8 [3, *size]."""
-        img = self.crop(img, epoch, index)
-        if not self.augment.transforms:
-            return img
-        seed = addressed_seed(LIBRARY, self.crop.seed, epoch, index)
-        with seeded_libraries(seed):
-            picture = self.augment(to_picture(img))
-        return to_tensor(np.array(picture)).contiguous()
-
-
 def to_picture(img: Tensor) -> Image.Image:
     """Returns uint8 [3, H, W] as an image of Pillow."""
     return Image.fromarray(img.permute(1, 2, 0).numpy())
@@ -272,21 +219,6 @@ def to_picture(img: Tensor) -> Image.Image:
 def to_tensor(array: np.ndarray) -> Tensor:
     """Returns [H, W, C] as [C, H, W], without a copy."""
     return torch.from_numpy(array).permute(2, 0, 1)
-
-
-def augment_ops(augment: Any) -> Iterator[Any]:
-    """Yields the ops of timm's policies. RandAugment and AugMix hold a list of ops, AutoAugment a list of lists."""
-    for transform in augment.transforms:
-        yield from getattr(transform, "ops", [])
-        for ops in getattr(transform, "policy", []):
-            yield from ops
-
-
-def posterize(img: Image.Image, bits_to_keep: int, **options: object) -> Image.Image:
-    """Like timm's op, but 0 bits and fewer return black. Pillow 13 refuses them; earlier versions returned black."""
-    if bits_to_keep <= 0:
-        return Image.new(img.mode, img.size)
-    return timm_ops.posterize(img, bits_to_keep, **options)
 
 
 def default_crop_pct(size: Sequence[int]) -> float:
@@ -319,18 +251,6 @@ class ResizeCenterCrop:
         left = round((width - crop_width) / 2)
         crop = img[:, top : top + crop_height, left : left + crop_width]
         return crop.contiguous()
-
-
-class Squash:
-    """Resizes the whole image to `size`, bilinear, whatever its aspect ratio: what attention maps are made of."""
-
-    def __init__(self, size: Sides, reference: bool = False) -> None:
-        self.size = height_and_width(size)
-        self.reference = reference
-
-    def __call__(self, img: Tensor, epoch: int = 0, index: int = 0) -> Tensor:
-        """Resizes [C, H, W]. Returns [C, *size] of the same type, contiguous."""
-        return resize(img, self.size, "bilinear", self.reference).contiguous()
 
 
 def covering_size(size: Size, wanted: Size) -> Size:

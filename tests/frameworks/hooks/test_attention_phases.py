@@ -21,10 +21,10 @@ from tests.orders import draw_order
 from tests.runs import assert_same_state, pretrain, reports, state
 from tests.two_processes import run_in_two_processes
 from tests.warm import run_by_torchrun
-from util.data.attention_maps import AttentionMaps, maps_path
+from util.data.attention_maps import AttentionMaps, Squash, maps_path
 from util.data.datasets import AddressedDataset, permutation
 from util.data.images import FolderImages
-from util.data.transforms import Normalize, RandomResizedCropFlip, Squash
+from util.data.transforms import Normalize, RandomResizedCropFlip
 from util.run.files.search import list_checkpoints
 from util.run.train.loop import TrainLoop
 

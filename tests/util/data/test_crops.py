@@ -11,8 +11,8 @@ from PIL import Image
 from torch.nn import functional as F
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 
+from util.data.finetune_augment import FinetuneAugment
 from util.data.transforms import (
-    FinetuneAugment,
     PaddedCropFlip,
     RandomResizedCropFlip,
     RandomVerticalFlip,

@@ -12,13 +12,14 @@ from prmim import MaskCollator, TokenCounts, TokenOrderSampler
 from scripts import pack_dataset
 from tests.util.data.test_decode import deep_colour_png
 from util.data import pixel_format
+from util.data.attention_maps import Squash
 from util.data.datasets import AddressedDataset
 from util.data.images import FolderImages, ImageError
 from util.data.loader import Loader
 from util.data.open import open_images
 from util.data.pixel_format import RGB8, FormatError, PixelFormat, read_format
 from util.data.statistics import choose_statistics, measure_statistics
-from util.data.transforms import Normalize, PaddedCropFlip, RandomResizedCropFlip, ResizeCenterCrop, Squash, resize
+from util.data.transforms import Normalize, PaddedCropFlip, RandomResizedCropFlip, ResizeCenterCrop, resize
 from util.run.files.checkpoint import read_info
 from util.run.files.record import CheckpointInfo
 

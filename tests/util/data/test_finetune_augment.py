@@ -12,7 +12,7 @@ from timm.data import auto_augment as timm_ops
 from timm.data import create_transform
 
 from recipes import FINETUNE_RECIPES
-from util.data.transforms import FinetuneAugment, augment_ops, posterize
+from util.data.finetune_augment import FinetuneAugment, augment_ops, posterize
 
 PAPER = "rand-m9-mstd0.5-inc1"
 # Every kind of policy that timm has, with fixed, Gaussian and uniform magnitudes.
