@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from util import collectives
-from util.data import decode
 from util.data.folders import SplitFiles, find_files, folder_identity
 from util.data.images import (
     CifarImages,
-    EncodedImages,
     FolderImages,
     Images,
     INaturalistImages,
@@ -243,25 +241,8 @@ def data_settings(images: Any) -> dict[str, str]:
     return {"data_path": pinned_path}
 
 
-def data_hint(images: Any, num_workers: int, cores: int, device: str) -> str:
-    """Returns what would most likely help a run that waits for these images, or "" on a CPU that loads its own data.
-
-    cores: of this process. device: "cpu" or "cuda".
-    """
+def data_hint(num_workers: int, device: str) -> str:
+    """Returns what helps a run that waits for images, or "" on a CPU that loads its own data."""
     if num_workers == 0 and device == "cpu":
         return ""
-    if num_workers == 0:
-        return "no worker loads ahead; set --num_workers"
-    hints = []
-    if num_workers < cores - 1:
-        hints.append(f"raise --num_workers, {num_workers} now, to this process's {cores} cores")
-    if isinstance(images, EncodedImages) and images.use_pillow:
-        hints.append("--loader reference is half as fast as the default")
-    elif isinstance(images, EncodedImages) and decode.simplejpeg is None:
-        hints.append("pip install simplejpeg, which decodes JPEGs faster")
-    if not hints:
-        cores_wanted = "more cores"
-        if device == "cuda":
-            cores_wanted = "more cores per GPU"
-        hints.append(f"{cores_wanted}; a faster disk, or fewer and larger files by scripts/pack_dataset.py")
-    return "; ".join(hints)
+    return f"raise --num_workers, {num_workers} now, or take more cores or a faster disk"

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from util import collectives
-from util.cores import cores_per_process
 from util.data.datasets import AddressedDataset
 from util.data.images import ImageError
 from util.data.loader import BadImages, TooLittleMemory
@@ -103,7 +102,7 @@ class Training:
         self.log = RunLog(run.output_dir, run.first_step, last_step, writes_log, schedule.steps_per_epoch)
         self.wrapped = wrap_model(model, args, plan, process, run.note)
         normalize = Normalize(info.settings["mean"], info.settings["std"], self.images.pixel_format).to(process.device)
-        hint = data_hint(self.images, plan.num_workers, cores_per_process(process.local_world_size), plan.device)
+        hint = data_hint(plan.num_workers, plan.device)
         self.loop = TrainLoop(run, schedule, self.wrapped, optimizer, normalize, self.log, hint)
         if run.resumed is not None and state is not None:
             self.loop.load_state(state, run.first_step, run.resumed.settings["precision"])
