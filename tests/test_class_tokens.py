@@ -204,7 +204,7 @@ def test_encoder_loads_into_a_classifier_of_as_many_class_tokens(trained):
     assert report.resized == ["pos_embed"]
     encoder = load(trained).model
     assert torch.equal(classifier.pos_embed[:, :3], encoder.pos_embed[:, :3])
-    with pytest.raises(CheckpointError, match="encoder with 3 class tokens, this .* has 1: --num_cls_tokens 3 of"):
+    with pytest.raises(CheckpointError, match="--num_cls_tokens 3"):
         load_encoder(vit_micro_patch4(num_classes=4), trained)
 
 

@@ -18,7 +18,7 @@ import sys, torch
 repo, path = sys.argv[1:]
 model = torch.hub.load(repo, "encoder", source="local", path=path)
 assert not model.training
-assert not {"frameworks", "downstream", "encoders.models_swin", "encoders.models_relative_vit"} & set(sys.modules)
+assert not {"frameworks", "downstream", "encoders.models_swin", "encoders.rel_pos"} & set(sys.modules)
 with torch.inference_mode():
     torch.save(model(torch.zeros(2, 3, 32, 32)), "out.pt")
 """

@@ -410,7 +410,7 @@ def test_a_probe_s_running_statistics_are_the_checkpoint_s_in_every_process(labe
         ("--input_size 30", "30 x 30 is not divisible by --patch_size 4"),
         ("--eval", "--eval needs --resume"),
         ("--eval_split test", "--eval_split is for --eval"),
-        ("--eval --resume {pretrained}", "holds no classifier (no head.weight): fine-tune the encoder first"),
+        ("--eval --resume {pretrained}", "and 'classification' is needed"),
         ("--eval --resume {tmp}/ten.pth", "has 10 classes, the data 2"),
         ("--eval --resume {tmp}/ours.pth", "val' has the classes cat, dog, which the checkpoint does not have"),
         ("--eval --resume {tmp}/ours.pth --data_path {tmp}/flat", "val' holds no class folders"),
