@@ -23,8 +23,7 @@ from downstream.detection.data import (
 from downstream.detection.engine_detection import pad_with_zeros, split_targets
 from downstream.detection.masks import decode_mask, encode_mask
 from downstream.detection.metrics import average_precision
-from downstream.detection.objects import DetectedObject, detections_in_image, paste_masks
-from downstream.detection.pictures import PANEL, draw_objects
+from downstream.detection.objects import detections_in_image, paste_masks
 from util.data.datasets import AddressedDataset
 from util.data.images import ImageError
 
@@ -273,21 +272,6 @@ def test_detections_are_scaled_to_the_image():
     expected = np.zeros((96, 192), bool)
     expected[12:48, 24:96] = True
     assert np.array_equal(found.mask, expected)
-
-
-def test_a_picture_shows_objects_and_names():
-    img = np.full((64, 64, 3), 128, np.uint8)
-    mask = np.zeros((64, 64), bool)
-    mask[20:40, 20:40] = True
-    objects = [DetectedObject([20, 20, 40, 40], 1, 0.75, mask)]
-    drawn = draw_objects(img, objects, ["cup"])
-    assert drawn.shape == (PANEL, PANEL, 3)
-    is_changed = (drawn != 128).any(axis=2)
-    scale = PANEL // 64
-    inside = slice(20 * scale, 40 * scale)
-    assert is_changed[inside, inside].all()
-    assert is_changed.sum() < 1.1 * (20 * scale) ** 2
-    assert (draw_objects(img, [], ["cup"]) == 128).all()
 
 
 # ------------------------------------------------------------------------------------------------------------ metrics

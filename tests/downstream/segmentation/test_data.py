@@ -18,7 +18,6 @@ from downstream.segmentation.data import (
     SegmentationImages,
     distort,
     resize_image,
-    resize_labels,
     scale_saturation,
     turn_hue,
 )
@@ -110,15 +109,6 @@ def test_labels_of_few_bits_are_read_as_they_are(tmp_path):
     images.check()
     assert np.array_equal(images.load_labels(1), (rows + columns) % 16)
     assert np.array_equal(images.load_labels(0), (rows + columns) % 2)
-
-
-def test_a_check_counts_classes_and_ignored_pixels(tmp_path):
-    """Stripes of four values, in ten columns each."""
-    images = open_pairs(write_pairs(tmp_path, 4, size=(48, 30)), 5)
-    images.check()
-    for value in (0, 1, 2, 255):
-        assert images.num_pixels[value] == 4 * 12 * 30
-    assert images.values.count_classes(images.num_pixels) == 3
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "float32"])
@@ -214,25 +204,6 @@ def test_scaled_sizes():
     assert scaled_size((1000, 600), 1024, 256) == (427, 256)
 
 
-def test_resizing_against_slow_interpolation():
-    """Half-pixel centres; no antialiasing. Labels are those of the pixel floor(i * scale)."""
-    img = torch.randint(0, 256, (1, 7, 9), dtype=torch.uint8)
-    resized = resize_image(img, (4, 5))[0]
-    labels = resize_labels(img[0], (4, 5))
-    for row in range(4):
-        for column in range(5):
-            y = max(0, (row + 0.5) * 7 / 4 - 0.5)
-            x = max(0, (column + 0.5) * 9 / 5 - 0.5)
-            expected = 0.0
-            for r in (int(y), int(y) + 1):
-                for c in (int(x), int(x) + 1):
-                    weight = (1 - abs(y - r)) * (1 - abs(x - c))
-                    expected += weight * img[0, min(r, 6), min(c, 8)].item()
-            assert abs(resized[row, column].item() - expected) <= 1
-            nearest = img[0, int(row * 7 / 4), int(column * 9 / 5)]
-            assert labels[row, column] == nearest
-
-
 def test_image_and_labels_are_cropped_and_flipped_together():
     """The channels of the image are its labels, and the row and the column of each pixel."""
     labels = np.random.default_rng(0).integers(0, 5, (30, 40))
@@ -257,17 +228,6 @@ def test_image_and_labels_are_cropped_and_flipped_together():
     for index in range(40):
         img, _ = never(pair, 3, index)
         assert img[2, 0, 0] < img[2, 0, 1]
-
-
-def test_small_images_are_padded_at_the_bottom_and_the_right():
-    augment = SegmentationAugment((16, 16), 0, (1, 2, 3), (12, 10), (1, 1), photometric=False)
-    pair = torch.full((4, 10, 12), 7, dtype=torch.uint8)
-    img, labels = augment(pair, 0, 0)
-    assert (labels[:10, :12] == 7).all()
-    assert (labels == IGNORE).sum() == 256 - 120
-    assert (img[:, :10, :12] == 7).all()
-    assert img[:, 12, 3].tolist() == [1, 2, 3]
-    assert img[:, 3, 13].tolist() == [1, 2, 3]
 
 
 def is_balanced(labels, top, left):
@@ -332,11 +292,9 @@ def test_hue_against_colorsys(turn):
         assert turned == pytest.approx(expected, abs=4e-5)
 
 
-def distorted(img, contrast_is_last=False, **amounts):
+def distorted(img, **amounts):
     """`distort` by the named distortions alone, each by an amount in [0, 1)."""
     draws = [0.9] * 4 + [0.5] * 4 + [0.9]
-    if contrast_is_last:
-        draws[8] = 0.1
     for number, name in enumerate(("brightness", "contrast", "saturation", "hue")):
         if name in amounts:
             draws[number] = 0.0
@@ -364,17 +322,6 @@ def test_distortions_are_drawn_one_by_one():
     ]
     for amounts, values in expected:
         assert torch.equal(distorted(img, **amounts), to_bytes(values)), amounts
-
-
-def test_contrast_comes_before_or_after_the_colours():
-    x = a_colourful_image()
-    expected = {
-        False: scale_saturation((x * 1.5).clamp(0, 255), 1.5),
-        True: scale_saturation(x, 1.5) * 1.5,
-    }
-    for contrast_is_last, values in expected.items():
-        found = distorted(x.byte(), contrast_is_last, contrast=1.0, saturation=1.0)
-        assert torch.equal(found, to_bytes(values))
 
 
 def test_evaluation_keeps_the_labels():

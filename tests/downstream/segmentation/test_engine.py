@@ -8,7 +8,6 @@ from torch.testing import assert_close
 
 from downstream.segmentation.data import IGNORE
 from downstream.segmentation.engine_segmentation import (
-    draw_predictions,
     read_classes,
     segmentation_losses,
     slide_logits,
@@ -132,16 +131,3 @@ def test_names_and_colours_of_classes(tmp_path):
     names, colors = read_classes(None, 150)
     assert names[149] == "149"
     assert len(np.unique(colors, axis=0)) == 150
-
-
-def test_a_picture_shows_image_truth_and_prediction():
-    img = np.full((10, 20, 3), 9, np.uint8)
-    truth = np.full((10, 20), IGNORE, np.uint8)
-    predicted = np.full((10, 20), 1)
-    colors = np.array([[1, 1, 1], [200, 10, 20]], np.uint8)
-    picture = draw_predictions([(img, truth, predicted)] * 2, colors)
-    assert picture.shape == (20 + 2 * 198, 3 * 198 + 6, 3)
-    shown, black, red = picture[100, 56::198]  # in the upper part of the panels
-    assert shown.tolist() == [9, 9, 9]
-    assert black.tolist() == [0, 0, 0]
-    assert red.tolist() == [200, 10, 20]

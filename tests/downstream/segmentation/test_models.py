@@ -47,36 +47,12 @@ def tokens_of(level):
 # ------------------------------------------------------------------------------------------------------------ sizes
 
 
-def conv_size(inputs, outputs, side):
-    """The parameters of a convolution without bias, and of its BatchNorm."""
-    return inputs * outputs * side**2 + 2 * outputs
-
-
-def num_parameters(module):
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def test_upernet_on_vit_base_has_the_sizes_of_the_protocol():
+def test_the_logits_of_upernet_have_the_sizes_of_the_protocol():
     with torch.device("meta"):
         model = UPerNet(150, 768, **{**BASE, "img_size": 512})
         logits = model(torch.empty(2, 3, 512, 512))
     assert logits["decode"].shape == (2, 150, 128, 128)
     assert logits["aux"].shape == (2, 150, 32, 32)
-
-    d = 768
-    bias_table = ((2 * 32 - 1) ** 2 + 3) * 12
-    norms_and_scales = 4 * d + 2 * d
-    attention = (3 * d * d + 2 * d) + (d * d + d) + bias_table
-    mlp = 8 * d * d + 5 * d
-    embedding = (16 * 16 * 3 * d + d) + d + (1 + 32 * 32) * d
-    assert num_parameters(model.backbone) == embedding + 12 * (norms_and_scales + attention + mlp)
-    assert num_parameters(model.neck) == 3 * (4 * d * d + d) + 2 * d
-    pooling = 4 * conv_size(d, d, 1) + conv_size(5 * d, d, 3)
-    levels = 3 * conv_size(d, d, 1) + 3 * conv_size(d, d, 3)
-    bottleneck = conv_size(4 * d, d, 3)
-    classifier = 150 * d + 150
-    assert num_parameters(model.decode_head) == pooling + levels + bottleneck + classifier
-    assert num_parameters(model.auxiliary_head) == conv_size(d, 256, 3) + 150 * 256 + 150
 
 
 # --------------------------------------------------------------------------------------------------------- backbone
