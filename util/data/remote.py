@@ -55,9 +55,13 @@ def joined(*parts: str) -> str:
 
 
 class Call:
-    """A call of a library in a thread, which lasts at most `seconds`, and GRACE if a signal ends the process."""
+    """A call of a library in a thread, which lasts at most `seconds`, and GRACE if a signal ends the process.
 
-    def __init__(self, work: Callable[[], Any], seconds: float) -> None:
+    place: what is read, for messages.
+    """
+
+    def __init__(self, place: str, work: Callable[[], Any], seconds: float) -> None:
+        self.place = place
         self.end = time.monotonic() + seconds
         self.end_after_signal = time.monotonic() + GRACE
         self.future: Future[Any] = Future()
@@ -73,17 +77,18 @@ class Call:
         """Waits for the call, and returns or raises what it does. OSError if it takes too long."""
         while not wait([self.future], timeout=0.25).done:
             if time.monotonic() > min(self.end, max(self.end_after_signal, time_of_signal() + GRACE)):
-                raise OSError(errno.ETIMEDOUT, "the server of the data is silent or too slow")
+                raise OSError(errno.ETIMEDOUT, f"{self.place}: the server is silent or too slow")
         return self.future.result()
 
 
-def retry(work: Callable[[], Any], seconds: float, begun: Call | None = None) -> Any:
+def retry(place: str, work: Callable[[], Any], seconds: float, begun: Call | None = None) -> Any:
     """Calls `work`, at most `seconds` long, and again while the storage fails, but not after a signal.
 
-    begun: the first try, if it runs already. FileNotFoundError and PermissionError are raised at once.
+    place: what is read, for messages. begun: the first try, if it runs already. FileNotFoundError and PermissionError
+    are raised at once.
     """
     end = time.monotonic() + LAST_TRY
-    call = begun or Call(work, seconds)
+    call = begun or Call(place, work, seconds)
     for pause in WAITS:
         try:
             return call.result()
@@ -91,7 +96,7 @@ def retry(work: Callable[[], Any], seconds: float, begun: Call | None = None) ->
             if error.errno in FILE_ERRORS or time.monotonic() + pause > end or is_ending():
                 raise
         time.sleep(pause)
-        call = Call(work, seconds)
+        call = Call(place, work, seconds)
     return call.result()
 
 

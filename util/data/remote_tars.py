@@ -12,6 +12,7 @@ from typing import Any
 
 from util.atomic import replaced_file
 from util.data.folders import MissingSplit, choose_split, note_stand_in
+from util.data.images import FILE_ERRORS
 from util.data.remote import MAX_READS, SLOWEST, TIMEOUT, Call, Store, joined, retry
 from util.data.tars import INDEX, Span, TarImages, objection, read_index, user_cache
 
@@ -33,7 +34,7 @@ class RemoteTars:
         return joined(str(self.root), tar)
 
     def sizes(self, tars: Sequence[str]) -> dict[str, int] | None:
-        return retry(lambda: self.store.sizes(self.place), TIMEOUT)
+        return retry(str(self.root), lambda: self.store.sizes(self.place), TIMEOUT)
 
     def prepare(self, spans: Sequence[Span]) -> None:
         """Begins to read spans, at most MAX_READS and MAX_BYTES at once. `read` is about to be called in this order."""
@@ -51,7 +52,7 @@ class RemoteTars:
     def _read(self, span: Span) -> bytes:
         begun = self._begun.pop(span, None)
         try:
-            data = retry(partial(self._ask, span), seconds_for(span), begun)
+            data = retry(self.path(span.tar), partial(self._ask, span), seconds_for(span), begun)
         except (FileNotFoundError, PermissionError) as error:
             raise OSError(errno.EIO, error.strerror) from error
         self._begin_reads()
@@ -64,7 +65,7 @@ class RemoteTars:
             if self._begun and num_bytes > MAX_BYTES:
                 break
             self._waiting.popleft()
-            self._begun[span] = Call(partial(self._ask, span), seconds_for(span))
+            self._begun[span] = Call(self.path(span.tar), partial(self._ask, span), seconds_for(span))
 
     def _ask(self, span: Span) -> bytes:
         return self.store.read(joined(self.place, span.tar), span.offset, span.size, span.tar_size)
@@ -87,7 +88,7 @@ def find_split(store: Store, split: str, labelled: bool) -> tuple[str, list[str]
 
     def is_there(folder: str) -> bool:
         try:
-            retry(lambda: store.read(joined(folder, INDEX), 0, 8), TIMEOUT)
+            retry(store.url, lambda: store.read(joined(folder, INDEX), 0, 8), TIMEOUT)
         except FileNotFoundError:
             return False
         except PermissionError as error:  # S3 may answer so if a file is missing
@@ -150,7 +151,7 @@ def copy_index(storage: RemoteTars) -> Path:
             for piece in pieces:
                 file.write(storage.read(piece))
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EROFS):
+        if error.errno not in (*FILE_ERRORS, errno.EROFS):
             raise
         raise ValueError(f"the index of {storage.root!r} cannot be copied: {error}; set XDG_CACHE_HOME") from error
     return index

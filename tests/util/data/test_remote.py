@@ -231,7 +231,7 @@ def test_an_index_without_checksums_does_not_notice_changed_bytes(packed, server
     assert ours.read(5) != open_images("folder", packed).read(5)
 
 
-def test_the_index_is_copied_again_when_it_has_changed(labelled, server, tmp_path):
+def test_the_index_is_copied_again_when_it_has_changed(labelled, server, tmp_path, monkeypatch):
     open_images("folder", server.url)
     before = sum(request.size for request in server.named(INDEX))
     open_images("folder", server.url)
@@ -245,6 +245,9 @@ def test_the_index_is_copied_again_when_it_has_changed(labelled, server, tmp_pat
     pack_dataset.main([str(tmp_path / "photos"), str(tmp_path / "other"), "--workers", "1"])
     server.folder = tmp_path / "other"
     assert len(open_images("folder", server.url)) == 25
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other" / "train" / INDEX))  # cannot be written
+    with pytest.raises(ValueError, match="XDG_CACHE_HOME"):
+        open_images("folder", server.url)
 
 
 # ----------------------------------------------------------------------------------------------------- object storage
