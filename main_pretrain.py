@@ -193,7 +193,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     Model and sampling are read first, because they decide which flags there are.
     """
     recipe = RECIPES.get(early_value(argv, "recipe") or "", {})
-    model = early_value(argv, "model") or recipe.get("model", MODEL)
+    model = early_value(argv, "model") or str(recipe.get("model", MODEL))
     by_attention = "attention" in (early_value(argv, "sampling"), recipe.get("sampling"))
     parser = get_args_parser(model, by_attention)
     args = parse_with_recipe(parser, RECIPES, argv)

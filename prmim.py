@@ -34,7 +34,7 @@ from models_vit import Block, init_weights, layer_norm
 from peer_sampling import attention_sampling, check_num_retained, random_sampling, running_cell_sampling
 from util.addressed import MASK, addressed_uniform
 from util.pos_embed import height_and_width, position_table, sincos_pos_embed, table_for_grid
-from util.tokens import put_tokens, take_tokens
+from util.tokens import RETAINED, THROWN, VISIBLE, put_tokens, take_tokens
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,6 @@ METHOD_ARGUMENTS = tuple(field.name for field in fields(Method))
 
 
 # ------------------------------------------------------------------------------- 3.1 Preliminary: the state of a token
-
-
-# The states of a token.
-VISIBLE = 0
-RETAINED = 1
-THROWN = 2
 
 
 @dataclass(frozen=True)

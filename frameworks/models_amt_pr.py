@@ -26,9 +26,6 @@ from models_mae_pr import MaskedAutoencoderViT
 from models_vit import BASE, MICRO, MINI
 from peer_sampling import weighted_permutation
 from prmim import (
-    RETAINED,
-    THROWN,
-    VISIBLE,
     MaskCollator,
     Method,
     TokenCounts,
@@ -36,6 +33,7 @@ from prmim import (
     TokenOrderSampler,
     sort_by_state,
 )
+from util.tokens import RETAINED, THROWN, VISIBLE
 
 __all__ = [
     "AMTViT",

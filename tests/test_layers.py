@@ -83,6 +83,20 @@ def test_imports_run_one_way(place):
         assert places(path) - {place} <= ALLOWED[place], path
 
 
+def test_no_files_import_each_other_in_a_circle():
+    """Imports in functions count as well."""
+    imported = {}
+    for path in FILES:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if not name.startswith("tests."):
+            imported[name] = imports(path)
+    while imported:
+        leaves = [name for name, modules in imported.items() if not modules & imported.keys()]
+        assert leaves, sorted(imported)
+        for name in leaves:
+            del imported[name]
+
+
 def test_recipes_import_nothing():
     assert not imports(ROOT / "recipes.py")
     assert not imports(ROOT / "downstream" / "recipes.py")

@@ -12,11 +12,8 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from util.atomic import replaced_file
+from util.tokens import RETAINED, THROWN
 
-# The states of a token.
-VISIBLE = 0
-RETAINED = 1
-THROWN = 2
 # Paul Tol's high-contrast blue and yellow, which colour-blind readers and grey prints distinguish, too.
 COLORS = {RETAINED: (68, 119, 170), THROWN: (221, 170, 51)}
 INVALID_COLOR = (187, 85, 102)  # the red of the same palette

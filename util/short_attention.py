@@ -23,8 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from util.attention import MAX_SHORT
-
 LENGTHS = (2, 64, 65, 128)  # the least and the greatest T of each value of KEYS
 
 
@@ -199,8 +197,8 @@ def backward_launch(num_tokens: int, num_heads: int, width: int) -> Launch:
 
 def padded_sizes(num_tokens: int, num_heads: int, width: int) -> dict[str, int]:
     """Returns the constants that all kernels have. ValueError if there are too many tokens."""
-    if num_tokens > MAX_SHORT:
-        raise ValueError(f"short attention takes at most {MAX_SHORT} tokens, got {num_tokens}")
+    if num_tokens > LENGTHS[-1]:
+        raise ValueError(f"short attention takes at most {LENGTHS[-1]} tokens, got {num_tokens}")
     return {
         "H": num_heads,
         "D": width,

@@ -9,6 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# The states of a token.
+VISIBLE = 0
+RETAINED = 1
+THROWN = 2
+
 
 def take_tokens(x: Tensor, ids: Tensor) -> Tensor:
     """Gathers the tokens of `x` [B or 1, N, C] at `ids` [B, n], which differ within an image. Returns [B, n, C].

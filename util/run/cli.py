@@ -162,7 +162,7 @@ class Parser(FlagContainer, argparse.ArgumentParser):
         self.constants = {}
         self.recipe = {}
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=28)
-        super().__init__(*args, allow_abbrev=False, **{"formatter_class": formatter, **options})
+        super().__init__(*args, **{"formatter_class": formatter, "allow_abbrev": False, **options})
         hidden = argparse.SUPPRESS  # from the settings of a run, and from the help itself
         self.add_argument("--help_all", action=HelpOfAllFlags, nargs=0, default=hidden, help=hidden)
 
