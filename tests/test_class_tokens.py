@@ -18,8 +18,6 @@ from models_vit import ViTEncoder, vit_micro_patch4
 from scripts import export
 from tests.runs import assert_same_state, finetune, pretrain, state
 from tests.test_models_mae_pr import SIZES, assert_is_slow_mae, official_state_dict, orders, perturbed
-from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip
-from util.evaluate.features import class_feature
 from util.run.files.record import CheckpointError
 
 PIXIO = ["--num_cls_tokens", "3", "--learned_pos_embed", "--mask_unit", "2"]
@@ -119,13 +117,6 @@ def test_one_class_token_is_read_after_the_final_norm_and_several_are_averaged_b
     assert_close(found["mean"], patches.mean(dim=1))
 
 
-def test_class_tokens_of_a_network_without_blocks_are_averaged():
-    x = torch.randn(2, 7, 5)
-    mean = (x[:, 0] + x[:, 1]) / 2
-    assert_close(class_feature(x, None, 2), mean)
-    assert torch.equal(class_feature(x, None, 1), x[:, 0])
-
-
 def test_a_model_needs_a_class_token():
     with pytest.raises(ValueError, match="num_cls_tokens"):
         build("--model", "mae_vit_micro_patch4", "--num_cls_tokens", 0)
@@ -135,11 +126,6 @@ def test_a_model_needs_a_class_token():
 def test_frameworks_for_one_class_token_take_no_more(name):
     with pytest.raises(ValueError, match="is made for one class token, got 2"):
         registry.MODELS[name](num_cls_tokens=2)
-
-
-def test_whether_a_framework_takes_more_does_not_depend_on_its_flags():
-    mine = type("Mine", (MaskedAutoencoderViT,), {"flags": ()})
-    assert mine(**SMALL, decoder_depth=1, num_cls_tokens=2).decoder.num_prefix == 2
 
 
 @pytest.mark.parametrize("global_pool", ["avg", "token"])
@@ -227,21 +213,3 @@ def test_a_classifier_that_averages_class_tokens_is_not_exported():
 
 
 # --------------------------------------------------------------------------------------------------------- augmentation
-
-
-@pytest.mark.parametrize("transform", [RandomResizedCropFlip, PaddedCropFlip])
-def test_without_flips_the_crops_stay_the_same(transform):
-    """The flip is the last draw of a sample, so leaving it out changes nothing else."""
-    torch.manual_seed(0)
-    img = torch.randint(0, 256, (3, 40, 40), dtype=torch.uint8)
-    flipping = transform(32, 3)
-    never = transform(32, 3, hflip=False)
-    num_flips = 0
-    for i in range(20):
-        assert not never.crop_box((40, 40), 0, i).flip
-        expected = never(img, 0, i)
-        if flipping.crop_box((40, 40), 0, i).flip:
-            expected = expected.flip(-1)
-            num_flips += 1
-        assert torch.equal(flipping(img, 0, i), expected)
-    assert 0 < num_flips < 20

@@ -2,9 +2,7 @@
 
 import importlib
 import inspect
-import json
 import re
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -359,26 +357,6 @@ def test_the_order_of_tokens_inside_a_segment_does_not_matter(name):
     segments = ids.split([counts.num_visible, counts.num_retained, counts.num_thrown], dim=1)
     mixed = torch.cat([segment.flip(1) for segment in segments], dim=1)
     torch.testing.assert_close(total(model(imgs, ids)), total(model(imgs, mixed)))
-
-
-@frameworks
-def test_own_settings_are_the_values_of_the_framework_s_own_flags(name):
-    """Each flag is an argument of the constructor, an attribute of the model, and a value that JSON keeps."""
-    model = build(name)
-    assert {flag.name for flag in model.flags} <= parameters_of(name)
-    settings = model.own_settings()
-    assert json.loads(json.dumps(settings)) == settings
-    assert all(isinstance(file.origin, str) for file in model.named_files().values())
-
-
-@frameworks
-def test_a_class_has_the_method_that_it_says(name):
-    """An argument wins over it."""
-    method = replace(CLASSES[name].method, progressive=False, kernel_size=5, aggregation="avgpool", applies_to="all")
-    mine = type("Mine", (CLASSES[name],), {"method": method})
-    sizes = sizes_of(name, shallow=True)
-    assert mine(**sizes).method == method
-    assert mine(**sizes, progressive=True).method == replace(method, progressive=True)
 
 
 @frameworks

@@ -201,22 +201,3 @@ def test_factories(factory):
     assert (model.embed_dim, len(model.blocks)) == dims[factory.split("_")[2]]
     assert model.patch_size == int(factory.partition("patch")[2])
     assert model.counts.num_tokens == {4: 64, 14: 256, 16: 196}[model.patch_size]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(img_size=30), "30 x 30 is not divisible by patch_size 8.*32 x 32"),
-        (dict(num_heads=5), "width 24 does not divide into 5 heads"),
-        (dict(embed_dim=30, num_heads=3), "multiple of 4, got 30"),
-    ],
-)
-def test_constructor_refuses(options, message):
-    with pytest.raises(ValueError, match=message):
-        MaskedAutoencoderViT(**(SIZES | options))
-
-
-def test_wrong_image_size_is_named():
-    model = MaskedAutoencoderViT(**SIZES)
-    with pytest.raises(ValueError, match=r"\(32, 32\) px, got \(48, 48\)"):
-        model(torch.zeros(1, 3, 48, 48), orders(model, 1))

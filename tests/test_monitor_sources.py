@@ -42,16 +42,6 @@ def test_the_monitor_classifies_training_images_if_there_is_no_validation_split(
     assert (NO_VAL in capsys.readouterr().out) is not has_val
 
 
-def test_the_monitor_names_its_flag_if_the_validation_split_has_no_classes(tmp_path, capsys):
-    split = {"train": dataset_of(png_columns(12)), "validation": dataset_of(png_columns(12) | {"label": [-1] * 12})}
-    datasets.DatasetDict(split).save_to_disk(tmp_path / "data")
-    with pytest.raises(SystemExit):
-        watch(tmp_path / "data", tmp_path / "out")
-    message = capsys.readouterr().err
-    assert "error: --knn_every: 12 images of" in message
-    assert "Without --knn_every, the run reads no" in message
-
-
 def test_inaturalist_without_val(tmp_path, capsys):
     write_inaturalist(tmp_path / "data", "train")
     assert "knn_top1" in watch(tmp_path / "data", tmp_path / "out", "inat19")

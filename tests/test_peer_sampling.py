@@ -1,7 +1,5 @@
 """Running cells and sampling by attention, against slow loops and exact probabilities."""
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -75,27 +73,6 @@ def test_the_pointer_is_uniform():
     assert ((counts - 1000) ** 2 / 1000).sum() < 21  # chi-squared, 3 degrees: P(> 21) is 1e-4
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("random", 1.25),
-        ("running_cell", 1.53),
-        ("furthest", 1.76),
-    ],
-)
-def test_running_cell_lies_between_random_and_furthest(name, expected):
-    """Mean distance of a retained token to the nearest other one at rho_e .75 and rho_d .5."""
-    counts = TokenCounts.from_ratios(196, 0.75, 0.5)
-    ids = TokenOrderSampler(14, counts, name)(noise_of(200, 196))
-    retained = ids[:, counts.num_visible : counts.num_kept]
-    cells = np.stack(np.divmod(retained, 14), axis=-1)
-    differences = cells[:, :, None] - cells[:, None]
-    distances = np.sqrt((differences**2).sum(axis=-1))
-    distances += np.diag(np.full(counts.num_retained, np.inf))  # to itself
-    nearest = distances.min(axis=2)
-    assert nearest.mean() == pytest.approx(expected, abs=0.03)
-
-
 @pytest.mark.parametrize("num_masked", [1, 2, 3])
 def test_running_cell_takes_lists_that_lack_bits(num_masked):
     picks = running_cell_sampling(shuffled_lists(4, num_masked, 20), num_masked)
@@ -113,23 +90,6 @@ def test_first_draws_are_proportional_to_the_weights():
     shares = np.bincount(first, minlength=6) / 40_000
     assert shares == pytest.approx(weights / 2, abs=0.01)
     assert shares[0] == 0
-
-
-def test_the_whole_permutation_of_three_tokens_has_the_exact_probabilities():
-    w = np.array([0.2, 0.5, 1.0])
-    noise = np.random.default_rng(1).random((60_000, 3))
-    draws = weighted_permutation(w[None], noise)
-    for a, b, c in itertools.permutations(range(3)):
-        probability = w[a] / w.sum() * w[b] / (w[b] + w[c])
-        is_drawn = (draws == (a, b, c)).all(axis=1)
-        assert is_drawn.mean() == pytest.approx(probability, abs=0.008)
-
-
-def test_equal_weights_are_drawn_by_the_noise():
-    noise = np.random.default_rng(2).random((3000, 8))
-    noise[:, 3] = 0.0  # the smallest value that the noise can have
-    draws = weighted_permutation(np.zeros((1, 8)), noise)
-    assert np.array_equal(draws, noise.argsort(axis=1))
 
 
 def test_the_sampler_draws_the_retained_tokens_by_their_weights_independently_of_the_mask():

@@ -136,12 +136,6 @@ def test_furthest_sampling_is_algorithm_1_pick_by_pick(side, num_masked, num_ret
     assert picks.tolist() == [literal_algorithm_1(c, num_retained) for c in coords]
 
 
-def test_furthest_sampling_takes_real_valued_coordinates():
-    coords = np.random.default_rng(0).random((5, 30, 2))
-    picks = furthest_sampling(coords, 9)
-    assert picks.tolist() == [literal_algorithm_1(c, 9) for c in coords]
-
-
 @pytest.mark.parametrize("throw_ratio", [0.25, 0.5, 0.65])
 def test_furthest_sampling_favours_no_side(throw_ratio):
     """P(retained | masked) is the same in opposite halves. If ties went by raster order, the upper half would win."""
@@ -189,16 +183,6 @@ def test_an_order_is_the_head_of_the_sorted_noise_then_what_the_sampling_picks_f
         assert set(retained[b]) == set(rest[picks])
 
 
-def test_order_sampler_is_pure():
-    sampler = TokenOrderSampler(14, TokenCounts.from_ratios(196, 0.75, 0.5))
-    noise = addressed_noise(0, 0, np.arange(8), 196)
-    before = noise.copy()
-    ids = sampler(noise)
-    assert np.array_equal(noise, before)
-    assert np.array_equal(sampler(noise), ids)
-    assert np.array_equal(sampler(noise[3:5]), ids[3:5])
-
-
 SIMMIM = TokenCounts(76, 62, 58)  # at 224 px: 19 of 49 units of 2 x 2 tokens are visible, and .30 are thrown
 
 
@@ -237,21 +221,6 @@ def test_tokens_of_a_unit_are_thrown_independently_of_each_other():
     assert thrown[masked == 4].var() == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((14, HALF), "14 x 14"),
-        ((8, HALF, "nearest"), "unknown sampling 'nearest', choose from furthest, random"),
-        ((8, HALF, "random", 0), "mask_unit 0"),
-        ((8, TokenCounts(18, 14, 32), "random", 2), "mask_unit 2"),
-        ((8, HALF, "random", 3), "mask_unit 3"),
-    ],
-)
-def test_order_sampler_refuses(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        TokenOrderSampler(*arguments)
-
-
 def test_order_sampler_refuses_noise_of_another_length():
     with pytest.raises(ValueError, match=r"\[B, 64\]"):
         TokenOrderSampler(8, HALF)(np.zeros((2, 196)))
@@ -281,16 +250,6 @@ def test_token_order_takes_and_restores():
     assert torch.equal(order.restore(everything), x)
     expected = x.masked_fill(order.thrown.unsqueeze(-1), 0)
     assert torch.equal(order.restore(kept), expected)
-
-
-def test_mask_tokens_stand_for_the_retained_tokens():
-    order = an_order(side=8, batch=3)
-    visible = torch.randn(3, 16, 5)
-    mask_token = torch.full((1, 1, 5), 7.0)
-    tokens = order.restore(order.append_mask_tokens(visible, mask_token))
-    retained = order.mask & ~order.thrown
-    assert (tokens[retained] == 7).all()
-    assert torch.equal(order.take_visible(tokens), visible)
 
 
 def test_token_order_refuses_another_grid():
@@ -445,19 +404,6 @@ def test_an_operator_is_told_which_cells_are_filled(monkeypatch):
             assert is_near.any()
             expected = kept[b, is_near].mean(dim=0)
             assert_close(out[b, 18 + rank], expected)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(kernel_size=4), "odd.*got 4"),
-        (dict(kind="conv"), "unknown aggregation 'conv', choose from dwconv"),
-        (dict(applies_to="kept"), "unknown applies_to 'kept', choose from thrown, all"),
-    ],
-)
-def test_aggregation_refuses(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        SpatialAggregation(8, **arguments)
 
 
 @pytest.mark.parametrize(

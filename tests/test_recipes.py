@@ -12,12 +12,10 @@ from encoders import classifiers
 from framework import PixelFramework
 from frameworks.hooks.attention_phases import refresh_epochs
 from frameworks.registry import MODELS, build_model
-from main_pretrain import note_on_rate, parse_args
+from main_pretrain import parse_args
 from recipes import FINETUNE_RECIPES, RECIPES
 from scripts.reproduce_table import read_published
 from tests.gmac import forward_gmac
-from util.run.processes.distributed import Process
-from util.run.start.plan import make_plan
 
 
 @functools.cache
@@ -180,22 +178,6 @@ def test_attention_as_a_sampling_keeps_amt_s_share_of_refreshes(recipe):
     assert shares == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
 
 
-def test_average_pooling_fills_all_cells_in_the_paper_s_row_only():
-    paper = settings_of("avgpool_vit_base_100ep")
-    ours = settings_of("avgpool_thrown_vit_base_100ep")
-    assert {key for key in paper if paper[key] != ours[key]} == {"recipe", "applies_to"}
-    assert paper["applies_to"] == "all"
-    assert ours["applies_to"] == "thrown"
-
-
-def test_pixio_s_recipes_differ_in_the_method_alone():
-    expected = settings_of("pixio_vit_large")
-    for arm in ("plain50", "prmim50"):
-        settings = settings_of(f"pixio_{arm}_vit_large")
-        changed = {name for name in settings if settings[name] != expected[name]}
-        assert changed <= {"recipe", "throw_ratio", "progressive", "sampling"}
-
-
 def test_no_two_recipes_are_the_same():
     distinct = {json.dumps(recipe, sort_keys=True) for recipe in RECIPES.values()}
     assert len(distinct) == len(RECIPES)
@@ -283,26 +265,6 @@ def test_a_row_s_classifier_has_the_size_of_its_encoder(pretrained, finetuned):
     assert encoder.patch_size == classifier.patch_size
     assert encoder.patch_embed.proj.out_channels == classifier.patch_embed.proj.out_channels
     assert len(encoder.state_dict().keys() & classifier.state_dict().keys()) > 100
-
-
-@pytest.mark.parametrize(
-    ("flags", "peak"),
-    [
-        ("--total_batch_size 64", "3.75e-05"),
-        ("--total_batch_size 64 --blr 2e-3", None),
-        ("--total_batch_size 64 --lr 1e-4", None),
-        ("--total_batch_size 4096", None),
-        ("--recipe prmim50_vit_base_100ep --total_batch_size 64", None),
-    ],
-)
-def test_the_default_rate_for_a_small_batch_is_said(flags, peak):
-    args = parse_args(flags.split())[1]
-    plan = make_plan(args, Process(torch.device("cpu"), world_size=1, local_world_size=1))
-    notes = note_on_rate(args, plan)
-    if peak is None:
-        assert notes == []
-    else:
-        assert f"rate is {peak}: " in notes[0]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from frameworks.hog import hog, orientation_colors
+from frameworks.hog import hog
 
 
 def slow_hog(img, cell, num_bins, bias=(0.0, 0.0)):
@@ -87,43 +87,6 @@ def test_against_a_loop_over_pixels(num_bins, biased):
                 assert values[:, row, column].tolist() == pytest.approx(histograms, rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("down", "across", "bin_of_9", "bin_of_18"),
-    [
-        (0, 1, 4, 9),
-        (1, 0, 0, 0),
-        (1, 1, 2, 4),
-        (-1, 1, 6, 13),
-        (1, 2, 3, 6),
-        (2, 1, 1, 2),
-        (-2, 1, 7, 15),
-        (-1, 2, 5, 11),
-        (0, -1, 4, 9),
-        (-1, 0, 0, 0),
-    ],
-)
-def test_orientation_of_ramps(down, across, bin_of_9, bin_of_18):
-    places = torch.arange(24.0)
-    ramp = down * places[:, None] + across * places
-    for num_bins, expected in ((9, bin_of_9), (18, bin_of_18)):
-        (histograms,) = hog(ramp[None, None], (8,), num_bins)
-        inner = histograms[0, :, 1, 1]
-        assert inner[expected] == 1
-        assert inner.sum() == 1
-
-
-def test_colours_are_normalised_by_themselves_and_flat_ones_are_zero():
-    imgs = tie_free((16, 16))
-    imgs[:, 1] = 0.7
-    imgs[:, 2] *= 100
-    (histograms,) = hog(imgs, (8,))
-    norms = histograms.unflatten(1, (3, 9)).norm(dim=2)
-    ones = torch.ones_like(norms[:, 0])
-    assert_close(norms[:, 0], ones)
-    assert not norms[:, 1].any()
-    assert_close(norms[:, 2], ones)
-
-
 def test_results_are_float32_or_wider_without_gradient():
     imgs = tie_free((16, 16)).requires_grad_()
     (exact,) = hog(imgs, (4,))
@@ -141,14 +104,3 @@ def test_results_are_float32_or_wider_without_gradient():
 def test_cells_that_do_not_divide_the_image_are_refused():
     with pytest.raises(ValueError, match=r"divide the image, 16 x 16 px; got \(4, 6\)"):
         hog(torch.zeros(1, 3, 16, 16), (4, 6))
-
-
-def test_orientations_have_colours():
-    """A single bin gives a bright colour of its own. Equal bins give black."""
-    one_bin = torch.eye(9).repeat(3, 1)  # in cell k only bin k is filled
-    painted = orientation_colors(one_bin.view(1, 27, 1, 9), 9)
-    colors = painted[0, :, 0].round(decimals=3)
-    assert len(colors.unique(dim=1).T) == 9
-    assert colors.max() > 0.9
-    equal_bins = torch.ones(1, 27, 1, 1)
-    assert orientation_colors(equal_bins, 9).max() < 1e-5

@@ -10,14 +10,11 @@ from frameworks.models_crossmae_pr import CrossMaskedAutoencoderViT
 from models_vit import VisionTransformer
 from prmim import TokenOrder
 from tests import slow_mae
-from tests.gmac import of_depths
 from tests.runs import assert_same_state, finetune, pretrain
 from tests.test_models_mae_pr import orders, perturbed, segments
-from util.costs import count_gmac
 
 ENCODER = dict(img_size=16, patch_size=4, embed_dim=24, depth=3, num_heads=3)
 SIZES = dict(**ENCODER, decoder_embed_dim=16, decoder_depth=2, decoder_num_heads=2)
-BAD_LEVELS = [(), (0, 1), (2, 0), (-1, 2), (0, 0, 2), (0, 3)]
 SOURCES = ("embed", "zeros", "blocks")
 ARMS = [dict(throw_ratio=0.0), dict(throw_ratio=0.5, progressive=False)]
 ARMS += [dict(throw_ratio=0.5, visible_source=source) for source in SOURCES]
@@ -211,19 +208,6 @@ def test_first_weights():
     assert not model.decoder.blocks[0].cross_attn.kv.bias.any()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        *[(dict(levels=levels), "levels must increase from 0 or more to the last block 2") for levels in BAD_LEVELS],
-        (dict(visible_source="zero"), "unknown visible_source 'zero', choose from embed, zeros, blocks"),
-        (dict(decoder_num_heads=3), "width 16 does not divide into 3 heads"),
-    ],
-)
-def test_own_arguments_that_cannot_be(options, message):
-    with pytest.raises(ValueError, match=message):
-        CrossMaskedAutoencoderViT(**SIZES | options)
-
-
 # ------------------------------------------------------------------------------------------------ names of the release
 
 
@@ -324,43 +308,6 @@ def test_a_classifier_on_the_class_token_starts_its_norm_at_the_identity(tmp_pat
 # -------------------------------------------------------------------------------------------------------- what it costs
 
 # Multiply-adds of one forward pass in 10^9, counted by hand. Patches are embedded where they are visible.
-COSTS = [  # (size, arm, throw ratio, multiply-adds)
-    ("base_patch16", "plain", 0.0, 9.572),
-    ("base_patch16", "plain", 0.25, 7.981),
-    ("base_patch16", "plain", 0.5, 6.390),
-    ("base_patch16", "plain", 0.65, 5.449),
-    ("base_patch16", "embed", 0.25, 8.025),
-    ("base_patch16", "embed", 0.5, 6.454),
-    ("base_patch16", "embed", 0.65, 5.523),
-    ("base_patch16", "zeros", 0.5, 6.434),
-    ("base_patch16", "blocks", 0.5, 8.025),
-    ("small_patch16", "embed", 0.0, 2.450),
-    ("small_patch16", "embed", 0.5, 1.657),
-    ("large_patch16", "embed", 0.0, 20.678),
-    ("large_patch16", "embed", 0.5, 17.567),
-    ("huge_patch14", "embed", 0.0, 48.595),
-    ("huge_patch14", "embed", 0.5, 44.517),
-]
-
-
-@pytest.mark.parametrize(("size", "arm", "throw_ratio", "gmac"), COSTS)
-def test_cost(size, arm, throw_ratio, gmac):
-    options = dict(visible_source=arm)
-    if arm == "plain":
-        options = dict(progressive=False)
-    factory = getattr(models_crossmae_pr, f"crossmae_vit_{size}")
-
-    def count(depth, decoder_depth):
-        with torch.device("meta"):
-            model = factory(throw_ratio=throw_ratio, depth=depth, decoder_depth=decoder_depth, **options)
-            imgs = torch.empty(1, 3, *model.img_size)
-            ids_shuffle = torch.empty(1, model.counts.num_tokens, dtype=torch.int64)
-        return count_gmac(lambda: model(imgs, ids_shuffle))
-
-    found = of_depths(count, factory.keywords["depth"], decoder_depth=12)
-    assert found == pytest.approx(gmac, abs=1e-3)
-    if (arm, throw_ratio) == ("blocks", 0.5):
-        assert count(12, 12) == pytest.approx(gmac, abs=1e-3)
 
 
 # ------------------------------------------------------------------------------------------ from start to a classifier

@@ -15,10 +15,8 @@ from frameworks.models_greenmim_pr import (
     greenmim_swin_large_patch4_window14,
 )
 from frameworks.window_groups import WindowGrouper, group_tokens, group_windows
-from prmim import TokenCounts
 from tests import slow_mae
 from tests.test_models_mae_pr import assert_same_weights, perturbed, segments
-from util.run.files.checkpoint import save_checkpoint
 
 # 4 x 4 units of 16 px. In the first stage a unit has 4 x 4 tokens, and windows of 2 x 2 must be grouped.
 SIZES = dict(
@@ -173,42 +171,6 @@ def test_gradients_are_those_without_groups():
     found = torch.autograd.grad(loss_of(model, imgs, ids, groupings), trained)
     expected = torch.autograd.grad(loss_of(model, imgs, ids), trained)
     assert_close(found, expected, rtol=1e-8, atol=1e-10)
-
-
-def test_plans_that_are_not_of_this_mask_are_refused():
-    model = build()
-    imgs, ids, groupings = a_batch(model)
-    with pytest.raises(ValueError, match="4 groupings are needed, or none, got 3"):
-        model(imgs, ids, *groupings[1:])
-    groupings[0] = groupings[0].clone()
-    groupings[0][0] = -1
-    with pytest.raises(ValueError, match=r"holds \d+ tokens, but 64 are visible"):
-        model(imgs, ids, *groupings)
-
-
-def test_models_at_full_size():
-    """With window 7, stages 1 and 2 are grouped, which have 768 and 192 tokens; with window 14 only stage 1."""
-    with torch.device("meta"):
-        base = greenmim_swin_base_patch4_window7()
-        large = greenmim_swin_large_patch4_window14()
-    assert base.grouped_stages(12) == [
-        (8, 7, 0),
-        (8, 7, 3),
-        (4, 7, 0),
-        (4, 7, 3),
-    ]
-    assert large.grouped_stages(12) == [(8, 14, 0), (8, 14, 7)]
-    assert [stage.window for stage in base.layers] == [7, 7, 7, 7]
-    assert [stage.shifts for stage in base.layers] == [[0, 3], [0, 3], [0, 3], [0]]
-    assert [stage.window for stage in large.layers] == [14, 14, 14, 7]
-    assert [stage.shifts for stage in large.layers] == [[0, 7], [0, 7], [0], [0]]
-    assert base.counts == TokenCounts(12, 13, 24)
-    assert base.grid_size == (7, 7)
-    assert base.shared_visible
-    assert base.decoder.pos_embed.shape == (1, 49, 512)
-    for module in base.modules():
-        if isinstance(module, nn.LayerNorm):
-            assert module.eps == 1e-6
 
 
 # ------------------------------------------------------------------------------------------------------------ the model
@@ -474,9 +436,3 @@ def test_the_order_of_patch_merging_in_the_first_release(tmp_path):
     report = load_encoder(tuned, tmp_path / "release.pth", first_release_merging=True)
     assert report.missing == ["head.weight", "head.bias"]
     assert torch.equal(tuned.layers[1].downsample.reduction.weight, model.layers[1].downsample.reduction.weight)
-
-
-def test_weights_without_merging_have_no_order_of_it(tmp_path):
-    path = save_checkpoint(tmp_path, 1, {"model": {"norm.weight": torch.zeros(3)}}, {})
-    with pytest.raises(ValueError, match="only Swin's have an order of merging"):
-        load_encoder(SwinTransformer(num_classes=3, **SIZES), path, first_release_merging=True)

@@ -97,9 +97,3 @@ def test_load_official(older):
     model = MFFMaskedAutoencoderViT(**SIZES, throw_ratio=0.5)
     model.load_official({"state_dict": released, "meta": {}})
     assert_same_weights(model, source)
-
-
-@pytest.mark.parametrize("fused", [(0, 1), (3, 0), (-1, 3), (), (0, 0, 3), (0, 4)])
-def test_fused_blocks_that_cannot_be(fused):
-    with pytest.raises(ValueError, match="fused_blocks must increase from 0 or more to the last block 3"):
-        MFFMaskedAutoencoderViT(fused_blocks=fused, **SIZES)

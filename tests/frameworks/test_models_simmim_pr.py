@@ -14,14 +14,11 @@ from encoders.load import load_encoder
 from encoders.models_relative_vit import (
     RelativeVisionTransformer,
     relative_position_index,
-    relative_vit_base_patch16,
 )
 from frameworks import registry
 from frameworks.models_simmim_pr import (
     SimMIMSwin,
     SimMIMViT,
-    simmim_swin_base_patch4_window6,
-    simmim_swin_large_patch4_window12,
     simmim_vit_base_patch16,
 )
 from prmim import TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
@@ -145,21 +142,6 @@ def test_counts_of_vit_b():
     with torch.device("meta"):
         model = simmim_vit_base_patch16(mask_ratio=0.6, throw_ratio=0.3, depth=1)
     assert model.counts == TokenCounts(76, 62, 58)
-
-
-def num_parameters(model):
-    return sum(p.numel() for p in model.parameters())
-
-
-def test_published_sizes_and_drop_path():
-    with torch.device("meta"):
-        model = simmim_vit_base_patch16(throw_ratio=0.0)
-        tuned = relative_vit_base_patch16()
-    assert num_parameters(model) == 86_256_720
-    assert num_parameters(tuned) == 86_530_984
-    rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks]
-    assert rates == pytest.approx([0.1 * i / 11 for i in range(12)])
-    assert model.rel_pos_bias.relative_position_bias_table.shape == (732, 12)
 
 
 def test_initialisation_is_simmim_s():
@@ -348,16 +330,6 @@ def test_load_official_of_swin():
     model = SimMIMSwin(**SWIN)
     model.load_official({"model": release(source, 8)})
     assert_same_weights(model, source)
-
-
-def test_published_sizes_of_swin():
-    with torch.device("meta"):
-        base = simmim_swin_base_patch4_window6()
-        large = simmim_swin_large_patch4_window12()
-    assert num_parameters(base) == 89_874_104
-    assert num_parameters(large) == 199_881_204
-    assert base.counts == TokenCounts(896, 1408, 0)
-    assert base.mask_unit == 8
 
 
 def test_swin_throws_no_tokens():

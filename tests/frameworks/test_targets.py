@@ -7,7 +7,6 @@ import torch
 from torch.nn import functional as F
 
 from frameworks import registry
-from frameworks.hooks.reconstruction import reconstruction_picture
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import NANO
 from scripts import visualize
@@ -15,7 +14,6 @@ from tests import runs
 from tests.runs import refused
 from tests.slow_mae import pixels_of, target_of
 from tests.test_framework_contract import a_batch
-from util.data.transforms import Normalize
 
 LAPLACE = torch.tensor([[0.0, 1, 0], [1, -4, 1], [0, 1, 0]])
 NAME = "mae_laplacian_patch4"
@@ -93,12 +91,3 @@ def test_scripts_refuse_to_take_it_for_pixels(laplacian, photos, tmp_path, capsy
     assert "the targets of LaplacianMAE are no pixels" in message
     assert "override `views`" in message
     assert not (tmp_path / "picture.png").exists()
-
-
-def test_a_drawing_that_fails_leaves_the_model_in_training():
-    torch.manual_seed(0)
-    model = LaplacianMAE(**NANO, decoder_embed_dim=64, decoder_depth=2)
-    imgs, ids_shuffle = a_batch(model)
-    with pytest.raises(ValueError, match="are no pixels"):
-        reconstruction_picture(model, Normalize(), imgs.byte(), ids_shuffle)
-    assert model.training

@@ -141,12 +141,6 @@ def test_a_timm_model_that_computes_other_features_is_refused(timm_gives):
         open_teacher("vit_base_patch16_224", (32, 32), 4)
 
 
-def test_a_timm_model_of_another_kind_is_refused(timm_gives):
-    timm_gives(timm.create_model("resnet18", num_classes=0))
-    with pytest.raises(ValueError, match="is a ResNet; a teacher must be a plain ViT"):
-        open_teacher("resnet18", (32, 32), 4)
-
-
 MINI = vit_mini_patch4(global_pool="token").state_dict()
 
 
@@ -165,24 +159,9 @@ def test_unusable_files_are_refused(tmp_path, weights, message):
         open_teacher(str(tmp_path / "teacher.pth"), (32, 32), 4)
 
 
-def test_other_patches_are_refused(tmp_path):
-    torch.save(MINI, tmp_path / "teacher.pth")
-    with pytest.raises(ValueError, match="cuts patches of 4 px, the student of 8"):
-        open_teacher(str(tmp_path / "teacher.pth"), (32, 32), 8)
-
-
 def test_names_close_to_a_wrong_one_are_listed():
     with pytest.raises(ValueError, match="'vit_bas_patch16_224' is neither a file nor .*: vit_base_patch16_224"):
         open_teacher("vit_bas_patch16_224", (224, 224), 16)
-
-
-def test_weights_that_timm_cannot_get_are_named(monkeypatch):
-    def fail(name, pretrained, img_size):
-        raise FileNotFoundError("nowhere.pth")
-
-    monkeypatch.replace_in(models_teacher, "timm.create_model", fail)
-    with pytest.raises(ValueError, match="teacher 'vit_tiny_patch16_224': timm could not make it, with its weights"):
-        open_teacher("vit_tiny_patch16_224", (224, 224), 16)
 
 
 @torch.no_grad()
@@ -204,9 +183,3 @@ def test_a_teacher_follows_the_normalisation_of_its_student(tmp_path, channels):
         seen = normalised(pixels, *statistics)
         found = student.teacher.features(seen)
         assert_close(found, expected, rtol=1e-3, atol=1e-3)
-
-
-def test_a_teacher_of_other_channels_is_refused(tmp_path):
-    path = save_checkpoint(tmp_path, 1, {"model": timm_vit().state_dict()}, {})
-    with pytest.raises(ValueError, match="the teacher reads images of 3 channels, the student of 5"):
-        tec_vit_micro_patch4(teacher=path, in_chans=5)

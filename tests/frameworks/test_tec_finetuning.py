@@ -150,17 +150,3 @@ def test_partial_fine_tuning_freezes_the_mlp():
         if parameter.requires_grad:
             trained.add(name.split(".")[0])
     assert trained == {"blocks", "fc_norm", "head"}
-
-
-@pytest.mark.parametrize("flag", ["--cls_token_mlp", "--no-train_pos_embed"])
-def test_other_models_are_refused(labelled, tmp_path, capsys, flag):
-    model = "swin_micro_patch4_window4"
-    message = finetune.refused(capsys, labelled, tmp_path / "out", "--model", model, flag)
-    assert f"{flag} is for plain ViTs, but --model is {model}: leave it out" in message
-
-
-def test_other_encoders_are_refused(labelled, pretrained, tmp_path, capsys):
-    flags = [*MICRO, "--cls_token_mlp", "--finetune", pretrained]
-    message = finetune.refused(capsys, labelled, tmp_path / "out", *flags, code=4)
-    assert "made as mae_vit_micro_patch4" in message
-    assert "missing: cls_token_mlp.fc1.weight" in message

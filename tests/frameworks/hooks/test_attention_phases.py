@@ -309,15 +309,6 @@ def test_a_signal_while_maps_are_made_loses_nothing(photos, whole, tmp_path, mon
     assert_same_state(pretrain(photos, tmp_path / "parts", *FLAGS), state(whole))
 
 
-def test_maps_that_another_run_has_left_are_not_used(photos, whole, tmp_path):
-    """A run in the same folder, with another seed, has made maps after the same epochs."""
-    pretrain(photos, tmp_path / "out", *FLAGS, "--seed", 1)
-    for path in [*(tmp_path / "out").glob("checkpoint*"), tmp_path / "out" / "log.jsonl"]:
-        path.unlink()
-    pretrain(photos, tmp_path / "out", *FLAGS, "--max_steps", 6)  # the maps after epoch 1 come next
-    assert_same_state(pretrain(photos, tmp_path / "out", *FLAGS), state(whole))
-
-
 def test_maps_of_other_images_are_refused_before_the_first_step(photos, tmp_path, capsys):
     pretrain(photos, tmp_path / "out", *FLAGS, "--max_steps", 8)
     np.save(maps_path(tmp_path / "out", 1), np.zeros((23, 8, 8), np.float16))
