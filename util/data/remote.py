@@ -95,7 +95,9 @@ def retry(place: str, work: Callable[[], Any], seconds: float, begun: Call | Non
         except OSError as error:
             if error.errno in FILE_ERRORS or time.monotonic() + pause > end or is_ending():
                 raise
-        time.sleep(pause)
+            time.sleep(pause)
+            if is_ending():
+                raise
         call = Call(place, work, seconds)
     return call.result()
 

@@ -176,6 +176,16 @@ def test_after_a_signal_no_read_begins_again(server, set_timeout, monkeypatch, f
     assert len(server.requests) <= num_requests + 5
 
 
+def test_a_signal_between_two_tries_is_the_end(server, monkeypatch):
+    ours = open_images("folder", server.url)
+    server.trouble = lambda number, name: "503"
+    monkeypatch.replace_in(remote, "time.sleep", lambda seconds: workers.note_signal())
+    num_requests = len(server.requests)
+    with pytest.raises(OSError):
+        ours.read(0)
+    assert len(server.requests) == num_requests + 1
+
+
 def test_a_signal_is_known_in_workers_that_are_forked_later():
     context = multiprocessing.get_context("fork")
     results = context.Queue()
