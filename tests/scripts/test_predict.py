@@ -323,7 +323,7 @@ def write_short(path, array):
 
 UNREADABLE = {
     "pages": write_layout,
-    "half": lambda path, array: write_layout(path, array.astype(np.float16), planarconfig="contig"),
+    "half": lambda path, array: write_layout(path, (array / 65535).astype(np.float16), planarconfig="contig"),
     "other": lambda path, array: write_layout(path, array.astype(np.float32), planarconfig="contig"),
     "bands": lambda path, array: write_layout(path, array[..., :4], planarconfig="contig"),
     "turned": write_turned,

@@ -104,13 +104,6 @@ RGB8 = PixelFormat(3, "uint8")
 Header = tuple[PixelFormat, tuple[int, int]]  # format and (height, width) of an image
 
 
-def read_format(
-    source: str | os.PathLike[str] | io.BytesIO, in_chans: int = 3, to_rgb: bool | None = None
-) -> PixelFormat:
-    """Reads the format of an image from its header, see `read_header`."""
-    return read_header(source, in_chans, to_rgb)[0]
-
-
 def read_header(source: str | os.PathLike[str] | io.BytesIO, in_chans: int = 3, to_rgb: bool | None = None) -> Header:
     """Reads the format and the (height, width) of an image; one of `PILLOW_ERRORS` if they cannot be read.
 
@@ -177,7 +170,7 @@ def read_pixels(
         except UnidentifiedImageError:
             if not data.startswith(TIFF):
                 raise
-    pixel_format = read_format(io.BytesIO(data), expected.channels, to_rgb)
+    pixel_format, _ = read_header(io.BytesIO(data), expected.channels, to_rgb)
     if pixel_format != expected:
         raise ValueError(f"it has {pixel_format}, other images have {expected}")
     if data.startswith(NPY):

@@ -17,7 +17,7 @@ from util.data.datasets import AddressedDataset
 from util.data.images import FolderImages, ImageError
 from util.data.loader import Loader
 from util.data.open import open_images
-from util.data.pixel_format import RGB8, FormatError, PixelFormat, read_format
+from util.data.pixel_format import RGB8, FormatError, PixelFormat, read_header
 from util.data.statistics import choose_statistics, measure_statistics
 from util.data.transforms import Normalize, PaddedCropFlip, RandomResizedCropFlip, ResizeCenterCrop, resize
 from util.run.files.checkpoint import read_info
@@ -285,7 +285,7 @@ def test_an_ome_tiff_whose_bands_are_in_several_files_is_refused(tmp_path):
     path = tmp_path / "0.ome.tif"
     for source in (str(path), io.BytesIO(path.read_bytes())):
         with pytest.raises(FormatError):
-            read_format(source, in_chans=2)
+            read_header(source, in_chans=2)
 
 
 def test_an_ome_tiff_of_one_image_is_read(tmp_path):
