@@ -45,7 +45,7 @@ from util.urls import local_path
 PROGRAM = "main_detection.py"
 PICTURE = "detections.png"
 # Settings that describe a trained model. Evaluation takes them from the checkpoint.
-MODEL_FLAGS = ("model", "input_size", "patch_size", "in_chans", "pretrain_size", "window_size", "decoder_channels")
+MODEL_FLAGS = ("model", "input_size", "patch_size", "in_chans", "window_size", "decoder_channels")
 SPLITS = {split: (f"annotations/instances_{split}2017.json", f"{split}2017") for split in ("train", "val")}
 
 
@@ -65,12 +65,6 @@ def get_args_parser() -> Parser:
         type=int,
         at_least=1,
         help="side of a training crop, and longer side in evaluation, in pixels",
-    )
-    model(
-        "--pretrain_size",
-        type=int,
-        at_least=1,
-        help="side of the images of pre-training (default: the model's); other position tables are resized to it",
     )
     model("--window_size", type=int, at_least=1, help="side of an attention window in patches")
     model("--decoder_channels", type=int, at_least=1, help="width of the pyramid and the heads")
@@ -237,8 +231,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
 
         rate = StepDecay(args.num_iters, args.warmup_iters, run.plan.lr, args.lr_drops)
         schedule = schedule_by_iterations(parser, args, run.plan, loader.steps_per_epoch, rate)
-        pretrain_size = model.backbone.grid_size[0] * model.patch_size
-        settings = {**chosen, "patch_size": model.patch_size, "pretrain_size": pretrain_size}
+        settings = {**chosen, "patch_size": model.patch_size}
         facts = RunFacts(statistics, settings, val_images)
         training = Training(run, model, optimizer, dataset, schedule, facts)
         name = f"Mask R-CNN on {args.model}" if masks else f"Faster R-CNN on {args.model}"

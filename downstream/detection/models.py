@@ -325,7 +325,7 @@ def build_detector(settings: Mapping[str, Any]) -> Detector:
     options["img_size"] = settings["input_size"]
     options["in_chans"] = settings["in_chans"]
     options["drop_path_rate"] = settings["drop_path"]
-    for name in ("patch_size", "pretrain_size", "window_size"):
+    for name in ("patch_size", "window_size"):
         if settings[name] is not None:
             options[name] = settings[name]
     return Detector(

@@ -102,7 +102,6 @@ def test_a_damaged_model_has_no_scores(shapes, detected, tmp_path, capsys):
     "flags",
     [
         "--input_size 40",
-        "--pretrain_size 31",
         "--max_bad_fraction 0.1",
         "--lr_drops 0.5 2",
         "--data_path nowhere",
