@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from encoders.rel_pos import grid_coords, relative_offset_index
+from encoders.rel_pos import grid_coords, lookup_bias, relative_offset_index
 from models_vit import (
     BASE,
     MICRO,
@@ -73,26 +73,6 @@ class RelativePositionBias(nn.Module):
             tokens = F.pad(ids + 1, (1, 0))  # [B, 1 + n], class token first
             index = index[tokens.unsqueeze(2), tokens.unsqueeze(1)]
         return lookup_bias(index, self.relative_position_bias_table)
-
-
-def lookup_bias(index: Tensor, table: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Looks up rows `index` [..., q, k] of a bias table [rows, heads]. Returns [..., heads, q, k].
-
-    mask: added to the biases of all heads, [..., q, k]. The result has the precision of autocast, and the memory layout
-    that fused attention needs on a GPU: rows of keys that begin at multiples of 8, as a view of a padded tensor. Both
-    are made here once, and not in each block that uses the biases.
-    """
-    device = table.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # the meta device, used to count costs, has no autocast
-        table = table.to(torch.get_autocast_dtype(device))
-    bias = F.embedding(index, table).movedim(-1, -3).contiguous()
-    if mask is not None:
-        bias = bias + mask.unsqueeze(-3).to(bias.dtype)
-    num_keys = bias.shape[-1]
-    padding = -num_keys % 8
-    if padding:
-        bias = F.pad(bias, (0, padding))[..., :num_keys]
-    return bias
 
 
 class RelativeAttention(nn.Module):

@@ -17,8 +17,7 @@ import torch
 from timm.layers import Mlp
 from torch import Tensor, nn
 
-from encoders.models_relative_vit import lookup_bias
-from encoders.rel_pos import grid_coords, relative_offset_index
+from encoders.rel_pos import grid_coords, lookup_bias, relative_offset_index
 from encoders.window_groups import GroupedWindows, WindowGroups, unit_coords
 from models_vit import (
     PatchEmbed,

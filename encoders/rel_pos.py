@@ -1,4 +1,4 @@
-"""Relative positions: indices into tables of attention biases, and tables resized for another grid.
+"""Relative positions: biases of attention from tables, and tables resized for another grid.
 
 A table of relative-position biases has a row for every offset (query less key) inside a grid or window of
 (rows, columns) cells: (2 rows - 1) (2 columns - 1) rows. Tables are resized as SimMIM's release does it, with numpy
@@ -10,6 +10,7 @@ target's offsets.
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def grid_coords(rows: int, columns: int, device: torch.device | None = None) -> Tensor:
@@ -31,6 +32,26 @@ def relative_offset_index(coords: Tensor, grid_size: tuple[int, int]) -> Tensor:
     table_row = down + rows - 1
     table_column = across + columns - 1
     return table_row * (2 * columns - 1) + table_column
+
+
+def lookup_bias(index: Tensor, table: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Looks up rows `index` [..., q, k] of a bias table [rows, heads]. Returns [..., heads, q, k].
+
+    mask: added to the biases of all heads, [..., q, k]. The result has the precision of autocast, and the memory layout
+    that fused attention needs on a GPU: rows of keys that begin at multiples of 8, as a view of a padded tensor. Both
+    are made here once, and not in each block that uses the biases.
+    """
+    device = table.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # the meta device, used to count costs, has no autocast
+        table = table.to(torch.get_autocast_dtype(device))
+    bias = F.embedding(index, table).movedim(-1, -3).contiguous()
+    if mask is not None:
+        bias = bias + mask.unsqueeze(-3).to(bias.dtype)
+    num_keys = bias.shape[-1]
+    padding = -num_keys % 8
+    if padding:
+        bias = F.pad(bias, (0, padding))[..., :num_keys]
+    return bias
 
 
 def resize_bias_table(
