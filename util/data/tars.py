@@ -180,10 +180,8 @@ def scan_tars(tars: Sequence[Path]) -> tuple[Rows, dict[str, Any]]:
             missing = f"{str(path)!r} is a shard of pack_dataset.py, but {INDEX} is not beside it"
             raise ValueError(f"{missing}: copy it, too, or run the same pack_dataset.py command again")
     scans = [scan_tar(path) for path in tars]
-    source = describe_tars(tars)
-    splits: set[str] = set()
-    for scan in scans:
-        splits |= scan.splits
+    source = f"the tars of {str(tars[0].parent)!r}"
+    splits = set().union(*(scan.splits for scan in scans))
     if len(splits) > 1:
         names = "/ and ".join(sorted(splits))
         raise ValueError(f"inside {source} are {names}/: unpack them")
@@ -204,13 +202,6 @@ def scan_tars(tars: Sequence[Path]) -> tuple[Rows, dict[str, Any]]:
         kinds = "hidden files, links, devices, sparse files, or names that lead out of the tar"
         notes.append(f"ignored: {count_of(num_ignored, 'member')} of the tars: {kinds}")
     return join_rows([scan.rows for scan in scans]), {"classes": classes, "notes": notes, "quality": None}
-
-
-def describe_tars(tars: Sequence[Path]) -> str:
-    """Returns a name for the tars, for messages."""
-    if len(tars) == 1:
-        return repr(str(tars[0]))
-    return f"the tars in {str(tars[0].parent)!r}"
 
 
 def read_manifest(path: Path) -> Manifest | None:
@@ -470,7 +461,7 @@ def open_tars(
         others = shorten(sorted(indexed ^ given))
         raise ValueError(f"{str(root)!r} is read as a whole by its {INDEX}: give the folder without {others}")
     if labelled and not images.classes:
-        raise ValueError(f"images of {describe_tars(tars)} have no labels: put a .cls beside each")
+        raise ValueError(f"images of {str(root)!r} have no labels: put a .cls beside each")
     return images
 
 

@@ -138,7 +138,7 @@ def test_tars_do_not_displace_files(photos, tmp_path):
 @pytest.mark.parametrize("names", ["s/train/a/1 s/validation/a/2", "./train/1 ./val/2", "Train/a/1 test/a/2"])
 def test_splits_inside_a_tar_are_not_mixed(tmp_path, names):
     path = write_images(tmp_path / "set.tar", *(f"{name}.jpg" for name in names.split()))
-    with pytest.raises(ValueError, match="set.tar"):
+    with pytest.raises(ValueError, match="test/|train/"):
         open_images("folder", path)
 
 
@@ -152,7 +152,7 @@ def test_images_without_labels_pre_train_and_do_not_fine_tune(tmp_path):
     assert images.classes == []
     assert images.labels.tolist() == [0, 0]
     assert names_of(images) == ["cat/1.jpg", "dog/2.JPEG"]
-    with pytest.raises(ValueError, match="0.tar"):
+    with pytest.raises(ValueError, match="labels"):
         open_tars([path], labelled=True)
 
 
@@ -174,7 +174,7 @@ CLS = ("1.cls", b"1")
         ([("1.cls", b"99999999"), ("1.jpg", b"")], "1.cls"),
         ([CLS, ("1.jpg", b""), ("2.jpg", b"")], "2.jpg"),
         ([CLS, ("1.jpg", b""), ("1.mask.png", b"")], "1.mask.png"),
-        ([("notes.txt", b"hello")], "train.tar"),
+        ([("notes.txt", b"hello")], "no image"),
     ],
 )
 def test_labels_that_do_not_fit(tmp_path, members, named):
