@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.test_user_runs import MICRO
-from tests.runs import PLAIN, finetune, pretrain
+from tests.runs import finetune, pretrain
 
 
 def test_other_validation_images_are_refused(labelled, tmp_path, capsys):
@@ -87,16 +87,3 @@ def test_user_errors(labelled, pretrained, tmp_path, capsys, flags, code, named)
         finetune(labelled, tmp_path / "tuned", "--aa", "none", "--max_steps", 1)
     words = [word.format(base=pretrained, tuned=tmp_path / "tuned") for word in flags.split()]
     assert named in finetune.refused(capsys, labelled, tmp_path / "out", *words, code=code)
-
-
-def test_test_stands_in_for_val(labelled, tmp_path):
-    shutil.copytree(labelled / "train", tmp_path / "data" / "Train")
-    shutil.copytree(labelled / "val", tmp_path / "data" / "test")
-    (tmp_path / "data" / "Train" / "cat" / "._0.jpg").write_bytes(b"not an image at all")
-    content = finetune(tmp_path / "data", tmp_path / "out", *PLAIN, "--epochs", 1, "--warmup_epochs", 0)
-    log = (tmp_path / "out" / "log.txt").read_text()
-    assert content["meta"]["data"]["num_images"] == 24
-    assert "test/ is read as val, because there is no val" in log
-    assert json.loads((tmp_path / "out" / "results.json").read_text())["last"]["val_num_images"] == 7
-    content = pretrain(tmp_path / "data", tmp_path / "pre", "--max_steps", 1)
-    assert content["meta"]["data"]["num_images"] == 24
