@@ -39,8 +39,8 @@ from util.run.start.flags import (
 from util.run.start.plan import Plan, schedule_by_epochs
 from util.run.start.run import Run, RunFacts
 from util.run.train.loader import TrainLoader, make_augmentation
+from util.run.train.meter import utilization
 from util.run.train.training import BetweenSteps, Training, TrainSteps
-from util.run.train.utilization import report_utilization
 from util.text import count_of, shorten
 
 timm_optim = LazyModule("timm.optim")
@@ -373,7 +373,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
         training = Training(run, model, optimizer, dataset, schedule, facts)
         training.announce(summary_rows(args, model, images))
         if args.sampling != "attention":  # whose maps change the token counts
-            report_utilization(training.loop, partial(forward_gmac, vars(args), build_model))
+            count = partial(forward_gmac, vars(args), build_model)
+            training.loop.measures += utilization(run.process.device, run.plan.precision, count)
 
         between: list[BetweenSteps] = [Pictures(training, model, images)]
         between.append(monitor.Monitor(training, model, images, val_images))

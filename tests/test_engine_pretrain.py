@@ -14,7 +14,8 @@ from util import collectives
 from util.data.transforms import Normalize
 from util.run.processes import distributed, supervise
 from util.run.train import loop
-from util.run.train.loop import Meter
+from util.run.train import meter as meter_module
+from util.run.train.meter import Meter
 
 CPU = torch.device("cpu")
 
@@ -363,7 +364,7 @@ def test_a_rank_continues_its_own_sums_and_the_mean_in_another_world_size(world_
     second = a_meter(6.0)
     state = first.state_dict()
     state["sums"] = torch.cat([state["sums"], second.state_dict()["sums"]])
-    monkeypatch.setattr(loop, "rank_and_world_size", lambda: (1, world_size))
+    monkeypatch.setattr(meter_module, "rank_and_world_size", lambda: (1, world_size))
     first.load_state_dict(state)
     sums = first.since_report / world_size
     means, _ = first.means(sums.tolist())

@@ -7,11 +7,9 @@ that is not finite makes its gradient NaN, and DDP has averaged the gradients be
 step, and all that a report needs in one all-reduce.
 """
 
-import math
 import random
 import socket
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +26,7 @@ from util.run.processes.supervise import Stopped, StopSignal
 from util.run.start.plan import RunSchedule
 from util.run.start.run import Run
 from util.run.train.logging import RunLog
+from util.run.train.meter import Clock, Meter, total
 from util.run.train.step_graphs import ForwardBackward, StepGraphs
 from util.text import duration, rate
 
@@ -35,118 +34,6 @@ SLOW_DATA = 0.1  # warn if more than this share of the time is spent waiting for
 BUSY_HOST = 0.95  # say so if a host does not wait for its GPU in more than this share of the time: the GPU waits
 HOST_HINT = "larger --batch_size, --compile or --cuda_graph help, and cores that are free"
 MAX_BAD_STEPS = 20  # this many non-finite steps in a row end the run, at the next report
-
-
-class Meter:
-    """Sums on the device over the finite steps, since the last report and since the epoch began.
-
-    Both are [names + 2]: the sum of each loss and of the gradient norm, the number of finite steps, and of all steps.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.names: list[str] = []  # known from the first step on
-        self.since_report = torch.zeros(0, device=device)
-        self.since_epoch = torch.zeros(0, device=device)
-        self.bad_streak = torch.zeros((), device=device)  # non-finite steps in a row
-
-    def add(self, losses: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> None:
-        """Adds the scalar losses and the gradient norm of one step."""
-        if not self.names:
-            self._start([*losses, "grad_norm"])
-        finite = torch.isfinite(grad_norm)
-        one = torch.ones_like(grad_norm)
-        values = torch.where(finite, torch.stack([*losses.values(), grad_norm, one]), 0.0)
-        for sums in (self.since_report, self.since_epoch):
-            sums[:-1] += values
-            sums[-1] += 1
-        self.bad_streak = torch.where(finite, 0.0, self.bad_streak + 1)
-
-    def means(self, sums: Sequence[float]) -> tuple[dict[str, float | None], int]:
-        """Returns (means over ranks and finite steps, number of skipped steps).
-
-        sums: `since_report` or `since_epoch`, averaged over the ranks. A mean is None if no step was finite, or if its
-        sum is not.
-        """
-        *totals, finite, steps = sums
-        means: dict[str, float | None] = {}
-        for name, total in zip(self.names, totals, strict=True):
-            means[name] = None
-            if finite > 0 and math.isfinite(total):
-                means[name] = total / finite
-        return means, round(steps - finite)
-
-    def _start(self, names: list[str]) -> None:
-        self.names = names
-        self.since_report = torch.zeros(len(names) + 2, device=self.device)
-        self.since_epoch = torch.zeros(len(names) + 2, device=self.device)
-
-    def state_dict(self) -> dict[str, Any]:
-        """All ranks must call it, because each has its own sums."""
-        rank, world_size = rank_and_world_size()
-        own_sums = torch.stack([self.since_report, self.since_epoch])
-        sums = own_sums.new_zeros(world_size, *own_sums.shape)
-        sums[rank] = own_sums
-        return {"names": self.names, "sums": all_reduce_sum(sums).cpu(), "bad_streak": self.bad_streak.cpu()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the sums; if the world size has changed, each rank gets the mean."""
-        rank, world_size = rank_and_world_size()
-        self._start(state["names"])
-        sums = state["sums"]  # of each rank
-        if len(sums) == world_size:
-            own_sums = sums[rank]
-        else:
-            own_sums = sums.mean(dim=0)
-        self.since_report.copy_(own_sums[0])
-        self.since_epoch.copy_(own_sums[1])
-        self.bad_streak.copy_(state["bad_streak"])
-
-
-class Clock:
-    """Measures wall time since the last lap, and how much of it this process has waited for data and for the device."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        self.start = time.perf_counter()
-        self.data_seconds = 0.0
-        self.device_seconds = 0.0
-        self.num_steps = 0
-
-    def next(self, batches: Iterator[Any]) -> Any:
-        """Returns `next(batches)` and counts the time it took."""
-        before = time.perf_counter()
-        batch = next(batches)
-        self.data_seconds += time.perf_counter() - before
-        return batch
-
-    def agreed(self, stop: StopSignal, num_asked: torch.Tensor) -> bool:
-        """Returns `stop.agreed(num_asked)`, which waits for the device, and counts the time it took."""
-        before = time.perf_counter()
-        is_agreed = stop.agreed(num_asked)
-        self.device_seconds += time.perf_counter() - before
-        return is_agreed
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.start
-
-    @property
-    def host_seconds(self) -> float:
-        """The time in which this process has not waited, but worked: it gave the device its work."""
-        return self.seconds - self.data_seconds - self.device_seconds
-
-    def lap(self, images_per_step: int) -> dict[str, float]:
-        """Returns the rates since the last lap and starts a new one."""
-        seconds = self.seconds
-        rates = {
-            "seconds_per_step": seconds / self.num_steps,
-            "images_per_s": self.num_steps * images_per_step / seconds,
-        }
-        self.restart()
-        return rates
 
 
 @dataclass(frozen=True)
@@ -211,7 +98,7 @@ class TrainLoop:
         self.print_freq: int = run.args.print_freq
         self.hosts = gather_objects(socket.gethostname())  # of each rank
         self.at_report: list[AtReport] = []
-        self.measures: list[Callable[[dict[str, Any]], dict[str, float]]] = []
+        self.measures: list[Callable[[Mapping[str, Any]], dict[str, float]]] = []
         self.graphs: StepGraphs | None = None
         self.copies = DeviceCopies(self.device)
         self.num_asked = torch.zeros(1)  # ranks that were asked to stop before the last update, on the device
@@ -297,7 +184,7 @@ class TrainLoop:
     def scaled_loss(self, losses: dict[str, torch.Tensor], micro: int) -> torch.Tensor:
         """Returns the scalar whose `backward()` gives this micro-batch's share of the gradient. Logs `losses`.
 
-        `1 + 0 * total` turns a loss that is not finite into NaN gradients on all ranks, so that all skip the step.
+        `1 + 0 * loss_sum` turns a loss that is not finite into NaN gradients on all ranks, so that all skip the step.
         """
         for name, loss in losses.items():
             share = loss.detach() / self.accum_iter
@@ -305,8 +192,8 @@ class TrainLoop:
                 self.losses[name] += share
             else:
                 self.losses[name] = share
-        total: Any = sum(losses.values()) / self.accum_iter
-        return self.precision.scaler.scale(total * (1 + 0 * total.detach()))
+        loss_sum: Any = sum(losses.values()) / self.accum_iter
+        return self.precision.scaler.scale(loss_sum * (1 + 0 * loss_sum.detach()))
 
     def update_weights(self) -> torch.Tensor:
         """Steps the optimizer and clears the gradients. Returns the norm of the gradient before clipping."""
@@ -403,7 +290,7 @@ class TrainLoop:
             self.meter.since_report.zero_()
         self._refuse_lost_steps(sums.bad_streak, are_all_lost=means["grad_norm"] is None)
         grad_norm = means.pop("grad_norm")
-        scalars: dict[str, Any] = {"epoch": (step - 1) // self.steps_per_epoch, "loss": _total(means)}
+        scalars: dict[str, Any] = {"epoch": (step - 1) // self.steps_per_epoch, "loss": total(means)}
         if len(means) > 1:
             for name, value in means.items():
                 scalars[f"loss_{name}"] = value
@@ -419,11 +306,11 @@ class TrainLoop:
             epoch_means, _ = self.meter.means(sums.since_epoch)
             self.meter.since_epoch.zero_()
             del epoch_means["grad_norm"]
-            scalars["epoch_loss"] = _total(epoch_means)
+            scalars["epoch_loss"] = total(epoch_means)
         line, postfix = self._describe(scalars)
         self.log.report(step, scalars, line, postfix, interim)
-        for work, total in zip(self.at_report, sums.numbers, strict=True):
-            work.report(total)
+        for work, number in zip(self.at_report, sums.numbers, strict=True):
+            work.report(number)
         self.num_reports += 1
         if self.num_reports > 1:  # the first one includes the start of the workers
             self._advise(scalars)
@@ -496,13 +383,3 @@ class TrainLoop:
         if "mfu" in scalars:
             line += f", MFU {scalars['mfu']:.0%}"
         return line, values
-
-
-def _total(means: dict[str, float | None]) -> float | None:
-    """Returns the sum, or None if a mean is None."""
-    total = 0.0
-    for value in means.values():
-        if value is None:
-            return None
-        total += value
-    return total

@@ -13,7 +13,7 @@ from monitor import Monitor
 from tests.runs import pretrain, reports
 from util.run.processes.distributed import Process
 from util.run.start import run as run_module
-from util.run.train import loop
+from util.run.train import meter
 from util.run.train.loop import TrainLoop
 from util.run.train.training import Training
 
@@ -45,7 +45,7 @@ def test_work_between_steps_does_not_count_as_training_time(photos, tmp_path, mo
     def perform(monitor):
         now[0] += 3600
 
-    monkeypatch.replace_in(loop, "time.perf_counter", lambda: now[0])
+    monkeypatch.replace_in(meter, "time.perf_counter", lambda: now[0])
     monkeypatch.setattr(TrainLoop, "begin_step", step)
     monkeypatch.setattr(Monitor, "perform", perform)
     monkeypatch.setattr(Monitor, "is_due", lambda monitor: True)

@@ -19,7 +19,7 @@ from util.run.processes.supervise import Watchdog
 from util.run.start import folder as folder_module
 from util.run.start.folder import check_space, checkpoint_bytes
 from util.run.train import saving
-from util.run.train.loop import Meter
+from util.run.train.meter import Meter
 from util.run.train.saving import CheckpointSaver, HostCopies
 
 CPU = torch.device("cpu")

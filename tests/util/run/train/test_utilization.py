@@ -1,14 +1,11 @@
 """The share of the peak in the reports, by hand."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from tests.runs import pretrain, reports
-from util.run.processes.distributed import precision
-from util.run.train import utilization
-from util.run.train.utilization import peak_flops
+from util.run.train import meter
+from util.run.train.meter import peak_flops
 
 BF16 = ("--precision", "bf16", "--picture_every", 0, "--max_steps", 2)
 
@@ -20,7 +17,7 @@ def block(tokens, width):
 
 def test_reports_have_the_share_of_the_peak(photos, tmp_path, monkeypatch):
     """The peak is a fake one, of this CPU. 32 x 32 pixels are 64 tokens: 16 visible, 16 retained, 32 thrown."""
-    monkeypatch.setitem(utilization.PEAKS, "cpu", 1e13)
+    monkeypatch.setitem(meter.PEAKS, "cpu", 1e13)
     pretrain(photos, tmp_path, *BF16)
     multiply_adds = 16 * 48 * 96 + 4 * block(1 + 16, 96) + (1 + 16) * 96 * 64
     multiply_adds += 4 * block(1 + 32, 64) + 64 * 7 * 7 * 64 + 48 * 64 * 48
@@ -31,11 +28,9 @@ def test_reports_have_the_share_of_the_peak(photos, tmp_path, monkeypatch):
 
 
 def test_a_frozen_teacher_and_all_processes_count(monkeypatch):
-    monkeypatch.setitem(utilization.PEAKS, "cpu", 1e12)
-    monkeypatch.setattr(utilization, "rank_and_world_size", lambda: (0, 4))
-    loop = SimpleNamespace(device=torch.device("cpu"), precision=precision("bf16", torch.device("cpu")), measures=[])
-    utilization.report_utilization(loop, lambda: (2.0, 0.5))
-    (measure,) = loop.measures
+    monkeypatch.setitem(meter.PEAKS, "cpu", 1e12)
+    monkeypatch.setattr(meter, "rank_and_world_size", lambda: (0, 4))
+    (measure,) = meter.utilization(torch.device("cpu"), "bf16", lambda: (2.0, 0.5))
     assert measure({"images_per_s": 100}) == {"mfu": pytest.approx((6 * 2e9 + 2 * 0.5e9) * 100 / 4e12)}
 
 
