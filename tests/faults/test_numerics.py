@@ -75,14 +75,15 @@ def test_ruined_weights_give_no_result(labelled, spoilt, tmp_path, capsys, weigh
     path = spoilt / f"{weights}.pth"
     probe = [path, "--data_path", labelled, "--output_dir", tmp_path / "probe", "--num_workers", 0, "--device", "cpu"]
     messages = [
-        refused(capsys, export.main, path, "--out", tmp_path / "out", code=3),
-        refused(capsys, export.main, path, "--out", tmp_path / "out.safetensors", code=3),
         refused(
             capsys, visualize.main, path, "--out", tmp_path / "out.png", "--images", labelled / "val" / "cat", code=3
         ),
         refused(capsys, main_probe.main, *probe, "--probes", "knn", code=3),
         refused(capsys, main_probe.main, *probe, "--probes", "linear", "--steps", 2, "--total_batch_size", 8, code=3),
     ]
+    if weights == "nan":  # an export computes in float64, where the others are finite
+        messages.append(refused(capsys, export.main, path, "--out", tmp_path / "out", code=3))
+        messages.append(refused(capsys, export.main, path, "--out", tmp_path / "out.safetensors", code=3))
     for message in messages:
         assert "not finite" in message
         assert len(message.splitlines()) == 1

@@ -61,7 +61,7 @@ def test_an_unknown_flag_is_refused(name, capsys):
     ("program", "arguments", "named"),
     [
         ("scripts/visualize.py", "", "run"),
-        ("scripts/visualize.py", "{runs}/tuned", "{runs}/prmim/"),
+        ("scripts/visualize.py", "{runs}/tuned", "{runs}/tuned"),
         ("scripts/visualize.py", "{runs}", "{runs}/prmim"),
         ("scripts/visualize.py", "{runs}/prmim/checkpoint-3.json", "{runs}/prmim/checkpoint-3.pth"),
         ("scripts/visualize.py", "nowhere", "nowhere"),
