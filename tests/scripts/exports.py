@@ -118,7 +118,6 @@ def detection_run(folder):
         "in_chans": 3,
         "drop_path": 0.0,
         "patch_size": 4,
-        "pretrain_size": 32,
         "window_size": 5,
         "categories": [{"id": 1, "name": "a"}, {"id": 2, "name": "b"}],
         "masks": True,
