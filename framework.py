@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from models_vit import check_image_size, patchify, unpatchify
 from prmim import (
-    METHOD_ARGUMENTS,
     MaskCollator,
     Method,
     SpatialAggregation,
@@ -32,8 +31,7 @@ class Flag:
 
     type: `bool` makes a switch. required: whether a run needs it. changes: what another value changes, see
     `util.run.cli.Change`. names_file: its attribute has `source`, the path or name; `fingerprint`, which checkpoints
-    record, because files may move but must not change; and `origin`, a sentence for the log. of_aggregation: it has an
-    effect only where an aggregation reconstructs thrown tokens.
+    record, because files may move but must not change; and `origin`, a sentence for the log.
     """
 
     name: str
@@ -43,7 +41,6 @@ class Flag:
     required: bool = False
     names_file: bool = False
     changes: "Change" = "results"
-    of_aggregation: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,8 @@ class Framework(nn.Module):
     mask_unit: side, in tokens, of the units, the squares that are masked as a whole. Throwing stays per token.
     has_invalid: pixels may be NaN, that is, invalid: they are 0 for the encoder, and have no loss. For frameworks on
         pixels only.
-    arguments: those of `prmim.Method`, and the sizes of the encoder, the next class in the order of inheritance.
+    mask_ratio, ..., applies_to: see `prmim.Method`. By default those of the class.
+    sizes: of the encoder, the next class in the order of inheritance.
     """
 
     release: str  # name of the published framework, in errors
@@ -109,14 +107,25 @@ class Framework(nn.Module):
         norm_pix_loss: bool = False,
         mask_unit: int = 1,
         has_invalid: bool = False,
-        **arguments: Any,
+        mask_ratio: float | None = None,
+        throw_ratio: float | None = None,
+        progressive: bool | None = None,
+        kernel_size: int | None = None,
+        aggregation: str | None = None,
+        applies_to: str | None = None,
+        **sizes: Any,
     ) -> None:
-        method = {}
-        for name in METHOD_ARGUMENTS:
-            if name in arguments:
-                method[name] = arguments.pop(name)
-        super().__init__(**arguments)
-        self.method = replace(self.method, **method)
+        super().__init__(**sizes)
+        method: dict[str, Any] = {
+            "mask_ratio": mask_ratio,
+            "throw_ratio": throw_ratio,
+            "progressive": progressive,
+            "kernel_size": kernel_size,
+            "aggregation": aggregation,
+            "applies_to": applies_to,
+        }
+        given = {name: value for name, value in method.items() if value is not None}
+        self.method = replace(self.method, **given)
         self.norm_pix_loss = norm_pix_loss
         self.mask_unit = mask_unit
         self.has_invalid = has_invalid
@@ -293,10 +302,7 @@ TOKEN_FLAGS = (  # of MAE and MFF
 def decoder_heads(embed_dim: int, depth: int, num_heads: int | None) -> int:
     """Returns the heads of a decoder: `num_heads`, or one per 32 channels. ValueError for impossible sizes."""
     if embed_dim < 1 or depth < 1 or (num_heads is not None and num_heads < 1):
-        raise ValueError(
-            f"decoder_embed_dim, decoder_depth and decoder_num_heads must be at least 1, got {embed_dim}, {depth} and "
-            f"{num_heads}"
-        )
+        raise ValueError(f"decoder sizes must be at least 1, got {embed_dim}, {depth} and {num_heads}")
     if num_heads is not None:
         return num_heads
     if embed_dim % 32:

@@ -209,7 +209,6 @@ def unused_flags(args: argparse.Namespace) -> dict[str, str]:
     """
     model = class_of(args.model)
     aggregation = ["aggregation", "kernel_size", "applies_to"]
-    aggregation += [flag.name for flag in model.flags if flag.of_aggregation]
     unused = {}
     if args.throw_ratio == 0:
         unused = dict.fromkeys(["progressive", *aggregation], "--throw_ratio 0 throws no tokens")
@@ -261,16 +260,6 @@ def describe_model(model: Framework, statistics: Statistics) -> RunFacts:
             files[flag] = file.fingerprint
     settings = {"input_size": model.img_size, "patch_size": model.patch_size, **model.own_settings()}
     return RunFacts(statistics, settings, files=files)
-
-
-def note_on_rate(args: argparse.Namespace, plan: Plan) -> list[str]:
-    """Returns a note if the default rate, which is MAE's for batches of 4096, meets a far smaller batch."""
-    if args.recipe or args.lr is not None or args.blr != BLR or plan.total_batch_size >= 1024:
-        return []
-    return [
-        f"note: the peak learning rate is {plan.lr:.3g}: --blr {BLR} is MAE's, for long training in batches of 4096; "
-        "with smaller batches, this project's small models and short runs used --blr 1e-3 to 2e-2"
-    ]
 
 
 def summary_of_run(args: argparse.Namespace, training: Training) -> list[str]:
@@ -349,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
         val_images, notes = monitor.open_queries(args, images)
         statistics = run.pixel_statistics(images)
-        run.note(*notes, *note_on_rate(args, run.plan))
+        run.note(*notes)
 
         torch.backends.cudnn.benchmark = True  # shapes are static
         torch.manual_seed(args.seed)  # the same initial weights on every rank

@@ -51,7 +51,6 @@ VISIBLE_SOURCE = Flag(
     "what the aggregation reads in visible cells. embed: a projection of the encoder's features; zeros: nothing; "
     "blocks: the features of visible tokens that run through the decoder, too (default: embed)",
     choices=VISIBLE_SOURCES,
-    of_aggregation=True,
 )
 
 

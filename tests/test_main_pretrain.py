@@ -372,7 +372,6 @@ CROSSMAE = "--model crossmae_vit_micro_patch4"
         ("--throw_ratio 0 --sampling random", "sampling", "--throw_ratio 0 retains all masked tokens"),
         ("--no-progressive --applies_to all", "applies_to", LEFT_OUT),
         ("--aggregation transformer --kernel_size 5", "kernel_size", "--aggregation transformer has no window"),
-        (f"{CROSSMAE} --no-progressive --visible_source zeros", "visible_source", LEFT_OUT),
         ("--crop_scale .5 1 --crop padded", "crop_scale", "--crop padded does not scale"),
         ("--lr 1e-3 --blr 1e-3", "blr", "--lr sets the rate"),
         ("--min_lr 0 --recipe simmim_vit_base_800ep", "min_lr", "--lr_schedule simmim_steps has no smallest rate"),
