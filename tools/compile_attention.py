@@ -1,6 +1,6 @@
 """Compile the kernels of `util.short_attention` for GPUs that are not there: registers, spilled bytes, shared memory.
 
-    python tools/compile_attention.py --csv docs/attention_kernels.csv
+    python tools/compile_attention.py > docs/attention_kernels.csv
 
 It needs Triton, which comes with torch's CUDA builds, and takes a minute. Columns:
 
@@ -27,9 +27,10 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from util.run.cli import Parser, prepare_file, run_program, user_errors
+from util import attention  # noqa: F401  (defines the operators that short_attention implements)
+from util.run.cli import Parser, run_program
 from util.short_attention import Launch, backward_launch, forward_launch
-from util.tables import markdown_table, write_csv
+from util.tables import csv_text
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 CAPABILITIES = (80, 89, 90)
@@ -84,14 +85,8 @@ def compile_all() -> Iterator[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program; `argv` replaces the command line."""
     parser = Parser("compile_attention.py", description=__doc__)
-    parser.add_argument("--csv", type=Path, help="write the table to this file, too")
-    args = parser.parse_args(argv)
-    with user_errors(parser):
-        prepare_file("--csv", args.csv)
-    rows = list(compile_all())
-    if args.csv:
-        write_csv(args.csv, COLUMNS, rows)
-    print(markdown_table(COLUMNS, [[row[name] for name in COLUMNS] for row in rows]))
+    parser.parse_args(argv)
+    print(csv_text(COLUMNS, compile_all()), end="")
 
 
 if __name__ == "__main__":
