@@ -27,7 +27,6 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from util import attention  # noqa: F401  (defines the operators that short_attention implements)
 from util.run.cli import Parser, run_program
 from util.short_attention import Launch, backward_launch, forward_launch
 from util.tables import csv_text

@@ -4,12 +4,14 @@
 """
 
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from util import operators  # noqa: F401  (declares torch.ops.prmim)
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -24,11 +26,6 @@ _active_name = "auto"
 
 MAX_SHORT = 128  # tokens; with more, torch's kernels were faster on an H100
 _short: frozenset[tuple[torch.dtype, int, int]] = frozenset()  # (type, heads, width of a head): tested, and in use
-
-# `util.short_attention` implements them with Triton, whose import takes long. The names exist without it.
-with suppress(RuntimeError):  # another copy of this project in the process, as of torch.hub, has defined them
-    torch.library.define("prmim::short_attention", "(Tensor qkv, int num_heads) -> Tensor")
-    torch.library.define("prmim::short_attention_backward", "(Tensor qkv, Tensor grad, int num_heads) -> Tensor")
 
 
 def prefer(name: str, device: torch.device) -> None:

@@ -5,8 +5,8 @@ layout, so nothing is copied. Nothing but qkv is kept for the backward pass, in 
 head. There are no atomics: results repeat bit for bit. For more tokens the registers of one program do not suffice, and
 a backward pass of two kernels was slower on an H100 than torch's (docs/costs.md).
 
-`util.attention` defines the operator `prmim::short_attention`, and decides where it is used. Importing this file
-imports Triton, and adds the implementation.
+`util.operators` declares the operator `prmim::short_attention`, and `util.attention` decides where it is used.
+Importing this file imports Triton, and adds the implementation.
 
 In the kernels T is the number of tokens. H heads have D channels each, padded to W, a power of two, and C = H D
 channels together. KEYS is T padded. ROWS queries are processed at a time. In the backward pass, scores have a row for
@@ -22,6 +22,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from util import operators  # noqa: F401  (declares torch.ops.prmim)
 
 LENGTHS = (2, 64, 65, 128)  # the least and the greatest T of each value of KEYS
 
