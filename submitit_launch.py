@@ -19,7 +19,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -45,27 +44,7 @@ MAINS = {
 }
 ROOT = Path(__file__).resolve().parent
 NO_RESUME = ("main_probe",)  # mains that begin anew after a stop
-# {option of sbatch that --slurm must not set: flag of the launcher that sets it}
-FLAG_OF_OPTION = {
-    "nodes": "--nodes",
-    "ntasks": "--nodes and --tasks_per_node",
-    "ntasks-per-node": "--tasks_per_node",
-    "cpus-per-task": "--cpus_per_task",
-    "mem": "--mem_gb",
-    "time": "--timeout_min",
-    "signal": "--signal_delay_s",
-    "partition": "--partition",
-    "account": "--account",
-    "qos": "--qos",
-    "constraint": "--constraint",
-    "dependency": "--dependency",
-    "job-name": "--name",
-    "comment": "--comment",
-    "output": "--output_dir of the main",
-}
-# those that no flag sets
-FIXED_OPTIONS = ("array", "chdir", "error", "kill-on-invalid-dep", "no-requeue", "open-mode", "requeue", "wrap")
-GENERIC = ("gres", "tres-per-job", "tres-per-node", "tres-per-task")  # options that may request GPUs
+GENERIC = ("gres", "tres_per_job", "tres_per_node", "tres_per_task")  # options that may request GPUs
 MAX_IDLE_STARTS = 3  # starts in a row without progress after which a job is still requeued
 SLURM_TIMEOUT_MIN = 24 * 60
 YEAR_MIN = 365 * 24 * 60
@@ -92,7 +71,7 @@ class Task:
         if job.cluster == "slurm":
             signal.signal(signal.SIGUSR2, self.end_before_training)
         try:
-            enter_submission_folder(self.folder)
+            os.chdir(self.folder)  # to which paths in the flags are relative
             finished = importlib.import_module(MAINS[self.main]).main(self.argv) is not False
         except KeyboardInterrupt:  # SIGINT stopped the run, which has saved
             if job.cluster == "debug":
@@ -119,24 +98,13 @@ class Task:
     def end_before_training(self, number: int, frame: FrameType | None) -> NoReturn:
         """Handles the signal before the time limit while the run is not trained, so that `guard` requeues the job."""
         if self.main in NO_RESUME:
-            message = f"{self.main}: error: the time limit ends it, and it cannot resume; give a longer --timeout_min"
-            print(message, file=sys.stderr)
+            print(f"{self.main}: error: it cannot resume: give a longer --timeout_min", file=sys.stderr)
             sys.exit(2)
         sys.exit(TEMPORARY)
 
     def checkpoint(self) -> Any:
         """Returns what submitit requeues: the same command, which resumes the run."""
         return submitit.helpers.DelayedSubmission(Task(self.main, self.argv, self.folder))
-
-
-def enter_submission_folder(folder: str) -> None:
-    """Changes to the folder of the submission, to which paths in the flags are relative. Exits with 2 if it fails."""
-    try:
-        os.chdir(folder)
-    except OSError as error:
-        where = f"the folder of the submission on {socket.gethostname()}: {error}"
-        print(f"submitit_launch.py: error: {where}; submit from a folder that all nodes share", file=sys.stderr)
-        sys.exit(2)
 
 
 def slurm_state(job_id: str) -> str | None:
@@ -199,23 +167,11 @@ def get_args_parser() -> Parser:
 
 
 def site_options(given: Sequence[str]) -> dict[str, Any]:
-    """Returns --slurm as {option of sbatch: value, or True without one}. ValueError if the launcher sets the option.
-
-    Which options there are is not checked: it depends on the site, whose plugins add their own.
-    """
+    """Returns --slurm as {option of sbatch: value, or True without one}. They win over what the launcher sets."""
     options: dict[str, Any] = {}
     for text in given:
-        key, equals, value = text.partition("=")
-        key = key.lstrip("-").replace("_", "-")
-        if not (key and equals):
-            raise ValueError(
-                f"--slurm {text!r} is not of the form KEY=VALUE; an option without a value is given as KEY="
-            )
-        for name in (*FLAG_OF_OPTION, *FIXED_OPTIONS):
-            if name.startswith(key):  # sbatch accepts abbreviations
-                instead = f": give {FLAG_OF_OPTION[name]}" if name in FLAG_OF_OPTION else ""
-                raise ValueError(f"--slurm {text} is not allowed, since the launcher sets --{name} itself{instead}")
-        options[key] = value or True
+        key, _, value = text.partition("=")
+        options[key.lstrip("-").replace("-", "_")] = value or True
     return options
 
 
@@ -234,14 +190,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, P
         args.tasks_per_node = max(1, args.gpus_per_node)
     if args.cluster != "slurm" and args.nodes > 1:
         parser.error(f"--cluster {args.cluster} is one node, got --nodes {args.nodes}")
-    if args.cluster != "slurm" and args.dependency:
-        parser.error(f"--dependency {args.dependency} needs --cluster slurm, got {args.cluster}")
-    if args.cluster != "slurm" and args.slurm:
-        parser.error(f"--slurm {args.slurm[0]} needs --cluster slurm, got {args.cluster}")
-    try:
-        args.slurm = site_options(args.slurm)
-    except ValueError as error:
-        parser.error(str(error))
+    args.slurm = site_options(args.slurm)
     if args.cluster == "slurm" and 60 * args.timeout_min <= 2 * args.signal_delay_s:
         limits = f"--timeout_min {args.timeout_min} is too short for --signal_delay_s {args.signal_delay_s}"
         parser.error(f"{limits}: the limit must be more than twice the delay")
@@ -250,10 +199,6 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, P
         folder = Path(main_args.output_dir).resolve()
     else:
         folder = Path("output").resolve() / time.strftime(f"{args.main}-%Y%m%d-%H%M%S")
-    if any(character in str(folder) for character in "%\\"):  # `%j` and `\\` have a meaning for sbatch
-        parser.error(
-            f"--output_dir {str(folder)!r} must not contain % or \\: SLURM replaces them in the paths of the logs"
-        )
     if any(redact(word) != word for word in args.argv):
         parser.error("a job stores its flags, so a URL must hold no password or query: use ~/.netrc, for example")
     args.argv += ["--output_dir", str(folder)]  # the last one counts; jobs start in another folder
@@ -262,8 +207,9 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, P
 
 def job_parameters(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Returns submitit's parameters of the job."""
-    names = ("nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "timeout_min")
-    parameters = {"name": args.name or folder.name, **{name: getattr(args, name) for name in names}}
+    parameters: dict[str, Any] = {"name": args.name or folder.name}
+    for name in ("nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "timeout_min"):
+        parameters[name] = getattr(args, name)
     if args.mem_gb is not None:
         parameters["mem_gb"] = args.mem_gb
     if args.cluster != "slurm":
