@@ -84,8 +84,6 @@ def evaluation_session(
         if check is not None:
             check(args)
         refuse_different_starts(parser, args)
-        if process.is_main:
-            set_up.handle_signals()
         if output_dir is not None:
             output_dir = take_folder(output_dir, set_up)
             if process.is_main:

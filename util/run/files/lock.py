@@ -14,8 +14,9 @@ from util.run.cli import PATH_ERRORS, PERMISSION_ERRORS
 LOCK = ".lock"
 
 
-def make_writable_folder(folder: Path) -> None:
+def make_writable_folder(path: str | Path) -> Path:
     """Creates the folder. ValueError if files cannot be written there, OSError if that may pass."""
+    folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -25,6 +26,7 @@ def make_writable_folder(folder: Path) -> None:
             raise
         message = f"--output_dir {str(folder)!r} cannot be written to ({error}); choose another folder"
         raise ValueError(message) from error
+    return folder
 
 
 class FolderInUse(ValueError):

@@ -19,7 +19,7 @@ from util.code_version import code_version, source_hash
 from util.data.folders import refuse_inside_data
 from util.run.cli import LOG, Parser
 from util.run.files import checkpoint, search
-from util.run.files.lock import LOCK
+from util.run.files.lock import LOCK, make_writable_folder
 from util.run.files.record import CheckpointError, StartInfo
 from util.run.files.reports import STATE, read_json
 from util.run.processes import distributed
@@ -52,8 +52,8 @@ def take_folder(path: str | Path, set_up: SetUp) -> Path:
     """
 
     def create_and_lock() -> Path:
-        folder = set_up.create_folder(path)
-        for note in set_up.lock_folder(folder, [STATE]):
+        folder = make_writable_folder(path)
+        for note in set_up.lock_folder(folder):
             print(note, flush=True)
         return folder
 
@@ -172,15 +172,14 @@ def enter_folder(
     def check_folder() -> Path:
         # The next start would read other data.
         refuse_inside_data("--output_dir", args.output_dir, args.dataset, args.data_path)
-        return set_up.create_folder(args.output_dir)
+        return make_writable_folder(args.output_dir)
 
-    collectives.run_on_rank0(check_folder)  # if the start fails, rank 0 removes the folders that it has created
     output_dir = collectives.run_everywhere(check_folder)
     origin = describe_start(program, argv)
 
     def lock_and_look() -> tuple[Path | None, list[str]]:
         refuse_foreign_files(output_dir)
-        notes = set_up.lock_folder(output_dir, FILES)
+        notes = set_up.lock_folder(output_dir)
         if not args.check_data:
             for pattern in LEFTOVERS:
                 for leftover in output_dir.glob(pattern):

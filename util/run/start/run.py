@@ -103,8 +103,6 @@ class Run:
                 watchdog.begin_phase("output folder")
                 plan = make_plan(args, process, default_batch_size, fitting_batch)
                 check(args, plan)
-                if process.is_main:
-                    set_up.handle_signals()
                 start, notes = enter_folder(program, args, argv, process, set_up)
                 resumed = read_resumed(start, plan.total_batch_size)
                 encoder, encoder_notes = find_first_weights(getattr(args, encoder_flag), encoder_flag, start, resumed)

@@ -188,9 +188,8 @@ class Training:
             )
 
     def _end_check(self) -> None:
-        """Ends the program of --check_data, which has set up all that a run has. Its folder is left as it was."""
+        """Ends the program of --check_data, which has set up all that a run has."""
         self.note("--check_data: the run would start; nothing was trained or saved")
-        self.run.set_up.undo()
         shut_down()
 
     def _train(

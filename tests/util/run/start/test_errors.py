@@ -1,7 +1,5 @@
 """What a user reads when an error ends a run."""
 
-import os
-import signal
 import sys
 
 import pytest
@@ -11,8 +9,7 @@ from torch._utils import ExceptionWrapper
 from tests.runs import pretrain
 from util.data.images import ImageError
 from util.run.cli import Parser
-from util.run.start import errors
-from util.run.start.errors import exit_on_setup_errors, is_full_gpu, refuse
+from util.run.start.errors import is_full_gpu, refuse
 
 
 @pytest.mark.parametrize(
@@ -62,33 +59,3 @@ def test_a_full_gpu_ends_a_run_with_one_sentence(photos, tmp_path, capsys, befor
 def test_memory_that_a_library_of_a_gpu_did_not_get_is_told_from_bugs(text, expected):
     assert is_full_gpu(RuntimeError(text)) == expected
     assert not is_full_gpu(ValueError(text))
-
-
-def test_a_signal_in_the_set_up_removes_what_was_created_and_ends_the_process(tmp_path, monkeypatch):
-    def die_of(number):
-        assert signal.getsignal(number) == signal.SIG_DFL  # a second one would have killed the process
-        raise SystemExit(-number)
-
-    monkeypatch.setattr(errors, "die_of", die_of)
-    with pytest.raises(SystemExit) as end, exit_on_setup_errors(Parser("main.py")) as set_up:
-        set_up.lock_folder(set_up.create_folder(tmp_path / "new" / "deep"))
-        set_up.handle_signals()
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert end.value.code == -signal.SIGTERM
-    assert not (tmp_path / "new").exists()
-
-
-def test_signals_have_their_default_action_after_the_set_up_and_other_handlers_stay():
-    """submitit and Python itself have handlers."""
-    before = signal.signal(signal.SIGUSR2, print)
-    try:
-        with exit_on_setup_errors(Parser("main.py")) as set_up:
-            set_up.handle_signals()
-            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
-            assert signal.getsignal(signal.SIGUSR2) == print
-            assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
-            set_up.end()
-            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-        assert signal.getsignal(signal.SIGUSR2) == print
-    finally:
-        signal.signal(signal.SIGUSR2, before)
