@@ -447,7 +447,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         dataset = AddressedDataset(images, augmentation, replace=args.max_bad_fraction > 0)
         loader = TrainLoader(dataset, stack, model.img_size, run.plan, run.process, args.seed)
 
-        schedule = schedule_by_epochs(parser, args, run.plan, loader.steps_per_epoch)
+        schedule = schedule_by_epochs(args, run.plan, loader.steps_per_epoch)
         facts = describe_model(args, model, statistics, val_images, classes)
         training = Training(run, model, optimizer, dataset, schedule, facts)
         training.announce(summary_rows(args, model, images, val_images))

@@ -357,7 +357,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         collator = model.collator(args.sampling, args.seed)
         loader = TrainLoader(dataset, collator, model.img_size, run.plan, run.process, args.seed)
 
-        schedule = schedule_by_epochs(parser, args, run.plan, loader.steps_per_epoch)
+        schedule = schedule_by_epochs(args, run.plan, loader.steps_per_epoch)
         facts = describe_model(model, statistics)
         training = Training(run, model, optimizer, dataset, schedule, facts)
         training.announce(summary_rows(args, model, images))

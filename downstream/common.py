@@ -17,7 +17,7 @@ from util.data.transforms import Size
 from util.evaluate.results import Evaluation
 from util.evaluate.session import Session
 from util.lazy import LazyModule
-from util.run.cli import FlagGroup, Parser, describe_warmup
+from util.run.cli import FlagGroup, Parser
 from util.run.files.record import INVALID_SETTINGS, without_marks
 from util.run.start.flags import (
     add_all_valid_flag,
@@ -206,7 +206,6 @@ class StepDecay:
 
 
 def schedule_by_iterations(
-    parser: Parser,
     args: argparse.Namespace,
     plan: Plan,
     steps_per_epoch: int,
@@ -220,7 +219,7 @@ def schedule_by_iterations(
         num_steps=args.num_iters,
         keep_every=args.save_every,
         learning_rate=learning_rate,
-        summary=f"{length}, {describe_warmup(parser, args, 'warmup_iters')}, peak learning rate {plan.lr:.4g}",
+        summary=f"{length}, {args.warmup_iters:g} of warm-up, peak learning rate {plan.lr:.4g}",
         pauses=(args.eval_every, args.save_every),
         epochs=epochs,
         unit="iteration",

@@ -34,7 +34,7 @@ from recipes import RECIPES
 from util import costs
 from util.attention import CHOICES, prefer
 from util.data.transforms import Normalize
-from util.run.cli import Parser, check_recipe, prepare_file, run_program, user_errors
+from util.run.cli import Parser, prepare_file, run_program, user_errors
 from util.run.processes.distributed import PRECISIONS, Process, precision
 from util.run.processes.supervise import Watchdog
 from util.run.start.plan import RunSchedule
@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = get_parser()
     args = parser.parse_args(argv)
     for name in args.recipes:
-        check_recipe(parser, name, RECIPES)
+        parser.check_choice("recipe", name, RECIPES)
     with user_errors(parser):
         if args.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda, but there is no CUDA device")

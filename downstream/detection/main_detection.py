@@ -230,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         loader = TrainLoader(dataset, PadAndStack(args.input_size), model.img_size, run.plan, run.process, args.seed)
 
         rate = StepDecay(args.num_iters, args.warmup_iters, run.plan.lr, args.lr_drops)
-        schedule = schedule_by_iterations(parser, args, run.plan, loader.steps_per_epoch, rate)
+        schedule = schedule_by_iterations(args, run.plan, loader.steps_per_epoch, rate)
         settings = {**chosen, "patch_size": model.patch_size}
         facts = RunFacts(statistics, settings, val_images)
         training = Training(run, model, optimizer, dataset, schedule, facts)

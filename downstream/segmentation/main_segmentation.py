@@ -257,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         loader = TrainLoader(dataset, stack_pairs, model.img_size, run.plan, run.process, args.seed)
 
         rate = LinearDecay(args.num_iters, args.warmup_iters, run.plan.lr)
-        schedule = schedule_by_iterations(parser, args, run.plan, loader.steps_per_epoch, rate)
+        schedule = schedule_by_iterations(args, run.plan, loader.steps_per_epoch, rate)
         settings = {"patch_size": model.patch_size}
         facts = RunFacts(statistics, settings, val_images, classes.names, classes.colors.tolist())
         training = Training(run, model, optimizer, dataset, schedule, facts)

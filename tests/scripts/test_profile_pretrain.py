@@ -62,7 +62,7 @@ def test_peak_memory_is_that_of_a_step_without_the_other_recipes(tmp_path):
     assert third == pytest.approx(second, rel=0.1)
 
 
-@pytest.mark.parametrize("flags", ["cifar11", "cifar10 --csv /dev/null/a.csv", "cifar10 --device cpu --cuda_graph"])
+@pytest.mark.parametrize("flags", ["cifar11", "cifar10 --csv /", "cifar10 --device cpu --cuda_graph"])
 def test_user_errors(flags, capsys):
     assert flags.split()[-1] in refused(capsys, profile_pretrain.main, *flags.split())
 

@@ -3,6 +3,7 @@
 import argparse
 import errno
 import math
+import operator
 import os
 import re
 import select
@@ -65,16 +66,16 @@ class FlagRule:
             return None
         if value is None:
             return None
+        for bound, is_met, words in (
+            (self.at_least, operator.ge, "at least"),
+            (self.at_most, operator.le, "at most"),
+            (self.above, operator.gt, "above"),
+            (self.below, operator.lt, "below"),
+        ):
+            if bound is not None and not is_met(value, bound):
+                return f"must be {words} {bound}"
         if isinstance(value, float) and not math.isfinite(value):
             return "must be finite"
-        if self.at_least is not None and value < self.at_least:
-            return f"must be at least {self.at_least}"
-        if self.at_most is not None and value > self.at_most:
-            return f"must be at most {self.at_most}"
-        if self.above is not None and value <= self.above:
-            return f"must be above {self.above}"
-        if self.below is not None and value >= self.below:
-            return f"must be below {self.below}"
         return None
 
 
@@ -206,12 +207,12 @@ class Parser(FlagContainer, argparse.ArgumentParser):
                 self.given[name] = value
         for name, rule in self.rules.items():
             if rule.choices and name in self.given:
-                self.check_choice(name, rule.choices)
+                self.check_choice(name, self.given[name], rule.choices)
         if unknown:
             self.refuse_unknown(unknown)
         recipe = self.given.get("recipe")
         if recipes is not None and recipe is not None:
-            check_recipe(self, recipe, recipes)
+            self.check_choice("recipe", recipe, recipes)
             self.recipe = recipes[recipe]
             strange = [key for key in self.recipe if key not in self.actions]
             if strange:
@@ -260,16 +261,13 @@ class Parser(FlagContainer, argparse.ArgumentParser):
                 remarks.append(f"unknown flag {flag}{close_to(flag[2:], flags)}")
         self.error("; ".join(remarks) or f"unrecognized arguments: {' '.join(words)}")
 
-    def check_choice(self, name: str, known: Sequence[Any]) -> None:
+    def check_choice(self, name: str, value: str, known: Iterable[str]) -> None:
         """For many choices: "list" prints them, and an unknown value is answered with those close to it."""
-        values = self.given[name]
-        for value in values if isinstance(values, list) else [values]:
-            if value == "list":
-                print("\n".join(map(str, known)))
-                self.exit()
-            if value not in known:
-                near = close_to(str(value), map(str, known))
-                self.error(f"argument --{name}: invalid choice: {value!r}{near} (`--{name} list` names all)")
+        if value == "list":
+            print("\n".join(known))
+            self.exit()
+        if value not in known:
+            self.error(f"unknown --{name} {value!r}{close_to(value, known)} (`--{name} list` names all)")
 
     def format_help(self) -> str:
         """Returns the help of everyday flags. If there are few flags, returns that of all."""
@@ -291,8 +289,8 @@ class Parser(FlagContainer, argparse.ArgumentParser):
         return super().format_help()
 
     def name_positionals(self) -> None:
-        """If there are many flags, lets the usage name positional arguments only."""
-        if self.usage is None and len(self.actions) > 11:
+        """Lets the usage name positional arguments only."""
+        if self.usage is None:
             names = [str(action.metavar or name) for name, action in self.actions.items() if not action.option_strings]
             self.usage = " ".join(["%(prog)s", "[flags]", *names])
 
@@ -370,15 +368,6 @@ def early_value(argv: Sequence[str] | None, name: str) -> str | None:
     return found
 
 
-def check_recipe(parser: argparse.ArgumentParser, name: str, recipes: Iterable[str]) -> None:
-    """Ends the program unless there is a recipe of this name. The name "list" prints all."""
-    if name == "list":
-        print("\n".join(recipes))
-        parser.exit()
-    if name not in recipes:
-        parser.error(f"unknown recipe {name!r}{close_to(name, recipes)} (`list` names all)")
-
-
 def refuse_other_patch(parser: Parser, args: argparse.Namespace, patch_size: int) -> None:
     """Ends the program if `--model` is named for other patches than the recipe's model, and not for `patch_size`.
 
@@ -388,10 +377,7 @@ def refuse_other_patch(parser: Parser, args: argparse.Namespace, patch_size: int
     expected = re.search(r"_patch(\d+)", parser.value_without_flag("model"))
     if named is None or expected is None or named[1] in (expected[1], str(patch_size)):
         return
-    parser.error(
-        f"recipe {args.recipe!r} sets --patch_size {patch_size}, but --model {args.model} is named for patches of "
-        f"{named[1]}: give --patch_size, too"
-    )
+    parser.error(f"recipe {args.recipe!r} sets --patch_size {patch_size}, but --model {args.model}: give --patch_size")
 
 
 def fit_warmup(parser: Parser, args: argparse.Namespace) -> None:
@@ -414,31 +400,16 @@ def warmup_without_flag(parser: Parser, flag: str, length: int) -> float:
     little, and there is always time for the rate to fall.
     """
     warmup = parser.value_without_flag(flag)
-    made_for = length_of_warmup(parser, flag)
+    length_flag = WARMUPS[flag]
+    made_for = parser.get_default(length_flag)
+    if flag in parser.recipe:
+        made_for = parser.value_without_flag(length_flag)
     most = max(length / 10, warmup * length / made_for)
     if length >= made_for or warmup <= most:
         return warmup
     if flag == "warmup_iters":
         return int(most)
     return most
-
-
-def length_of_warmup(parser: Parser, flag: str) -> int:
-    """Returns the length of the schedule for which the recipe, or else the defaults, set the warm-up `flag`."""
-    length_flag = WARMUPS[flag]
-    if flag in parser.recipe:
-        return parser.value_without_flag(length_flag)
-    return parser.get_default(length_flag)
-
-
-def describe_warmup(parser: Parser, args: argparse.Namespace, flag: str) -> str:
-    """Returns the warm-up in words, for the summary of a run."""
-    warmup = getattr(args, flag)
-    text = f"{warmup:g} of warm-up"
-    default = parser.value_without_flag(flag)
-    if warmup != default and warmup == warmup_without_flag(parser, flag, getattr(args, WARMUPS[flag])):
-        text += f" (shortened from {default:g} of {length_of_warmup(parser, flag)})"
-    return text
 
 
 def with_dashes(message: str, parser: Parser) -> str:
@@ -551,21 +522,15 @@ def die_of(number: signal.Signals) -> NoReturn:
 
 
 def prepare_file(flag: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:
-    """Creates the folder of a file that `flag` asks for. ValueError if it cannot be written, or for another suffix.
+    """Creates the folder of a file that `flag` asks for. ValueError or OSError if it cannot be written.
 
-    Programs call it before they compute for minutes. path: None if the flag is not given.
+    Programs call it before they compute for minutes. ValueError for another suffix, too. path: None if not given.
     """
     if path is None:
         return
     if suffixes and path.suffix not in suffixes:
         raise ValueError(f"{flag} {str(path)!r} must end in {' or '.join(suffixes)}")
-    refusal = f"{flag} {str(path)!r} cannot be written"
     folder = path.resolve().parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{refusal}: the folder {str(folder)!r} cannot be made: {error.strerror}") from error
-    if path.is_dir():
-        raise ValueError(f"{refusal}: it is a folder")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(f"{refusal}: permission denied")
+    folder.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"{flag} {str(path)!r} cannot be written")

@@ -11,7 +11,6 @@ import pytest
 
 from util.run.cli import (
     Parser,
-    describe_warmup,
     early_value,
     parse_with_recipe,
     prepare_file,
@@ -144,7 +143,7 @@ def parse_schedule(flags, recipe=None):
     argv = flags.split()
     if recipe is not None:
         argv += ["--recipe", "mine"]
-    return parser, parse_with_recipe(parser, {"mine": recipe or {}}, argv)
+    return parse_with_recipe(parser, {"mine": recipe or {}}, argv)
 
 
 LONG = {"epochs": 800, "warmup_epochs": 40}
@@ -168,11 +167,9 @@ LONG = {"epochs": 800, "warmup_epochs": 40}
     ],
 )
 def test_a_warm_up_that_no_flag_gives_fits_into_a_shorter_schedule(flags, recipe, warmups):
-    parser, args = parse_schedule(flags, recipe)
+    args = parse_schedule(flags, recipe)
     assert (args.warmup_epochs, args.warmup_iters) == warmups
     assert isinstance(args.warmup_iters, int)
-    is_shortened = args.warmup_epochs < 40 and recipe != {"warmup_epochs": 10}
-    assert ("shortened from 40" in describe_warmup(parser, args, "warmup_epochs")) == is_shortened
 
 
 @pytest.mark.parametrize("recipe", [None, LONG])
@@ -180,7 +177,7 @@ def test_no_epoch_more_makes_the_warm_up_jump(recipe):
     """Nor shrink. More than half of each epoch goes to the time in which the rate falls."""
     before = 0.0
     for epochs in range(1, 900):
-        warmup = parse_schedule(f"--epochs {epochs}", recipe)[1].warmup_epochs
+        warmup = parse_schedule(f"--epochs {epochs}", recipe).warmup_epochs
         assert before <= warmup < before + 0.5
         before = warmup
 
@@ -189,8 +186,8 @@ def test_a_recipe_s_warm_up_of_more_than_half_of_the_schedule_must_be_typed(caps
     with pytest.raises(SystemExit, match="2"):
         parse_schedule("", {"epochs": 10, "warmup_epochs": 6})
     assert "--warmup_epochs" in capsys.readouterr().err
-    assert parse_schedule("--warmup_epochs 6", {"epochs": 10, "warmup_epochs": 6})[1].warmup_epochs == 6
-    assert parse_schedule("", {"epochs": 10, "warmup_epochs": 5})[1].warmup_epochs == 5
+    assert parse_schedule("--warmup_epochs 6", {"epochs": 10, "warmup_epochs": 6}).warmup_epochs == 6
+    assert parse_schedule("", {"epochs": 10, "warmup_epochs": 5}).warmup_epochs == 5
 
 
 MODELS = ["mae_tiny_patch16", "mae_small_patch16", "mae_base_patch16", "mae_large_patch16"]
@@ -311,9 +308,11 @@ def test_why_a_path_cannot_be_written(tmp_path):
     prepare_file("--csv", tmp_path / "a" / "b" / "new.csv", [".csv"])
     assert (tmp_path / "a" / "b").is_dir()
     (tmp_path / "file").touch()
-    for path in (tmp_path, tmp_path / "file" / "b" / "new.csv", tmp_path / "new.txt"):
+    for path in (tmp_path, tmp_path / "new.txt"):
         with pytest.raises(ValueError, match="^--csv"):
             prepare_file("--csv", path, [".csv", ".md"])
+    with pytest.raises(OSError, match="file"):
+        prepare_file("--csv", tmp_path / "file" / "b" / "new.csv")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from typing import Any
 from util import collectives
 from util.cores import cores_per_process
 from util.lr_sched import Schedule
-from util.run.cli import Parser, describe_warmup
 from util.run.processes.distributed import Process, gpu_memory, precision
 from util.run.start.flags import MIN_COMPILED_STEPS
 from util.text import count_of
@@ -123,7 +122,7 @@ class RunSchedule:
         return self.num_steps if max_steps is None else min(self.num_steps, max_steps)
 
 
-def schedule_by_epochs(parser: Parser, args: argparse.Namespace, plan: Plan, steps_per_epoch: int) -> RunSchedule:
+def schedule_by_epochs(args: argparse.Namespace, plan: Plan, steps_per_epoch: int) -> RunSchedule:
     """Returns the schedule of a run whose flags count epochs."""
     learning_rate = Schedule(
         args.lr_schedule,
@@ -141,7 +140,7 @@ def schedule_by_epochs(parser: Parser, args: argparse.Namespace, plan: Plan, ste
         num_steps=args.epochs * steps_per_epoch,
         keep_every=args.save_every * steps_per_epoch,
         learning_rate=learning_rate,
-        summary=f"{length}, {describe_warmup(parser, args, 'warmup_epochs')}, peak learning rate {plan.lr:.4g}",
+        summary=f"{length}, {args.warmup_epochs:g} of warm-up, peak learning rate {plan.lr:.4g}",
         pauses=(steps_per_epoch,),
         epochs=args.epochs,
     )
