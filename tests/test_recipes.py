@@ -43,6 +43,7 @@ def test_a_recipe_builds_its_model(recipe):
 # ------------------------------------------------------------------------------------------- settings of the releases
 
 # Recipes and their settings; the later of two lines wins. `peak` is the learning rate at the total batch size.
+NO_MAPS = dict(attention_start=None, attention_every=None, attention_crop=None)  # flags of sampling by attention
 RELEASES = [
     # The supplementary's "Pre-training details", and MAE's release.
     (
@@ -115,7 +116,7 @@ RELEASES = [
     ("amt_*vit_base_400ep", dict(sampling="attention", mask_ratio=0.85, throw_ratio=0.4, progressive=False)),
     ("amt_masking_*", dict(mask_ratio=0.75, throw_ratio=0.0)),
     ("amt_progressive_*", dict(progressive=True)),
-    ("amt_mae_*", dict(sampling="furthest", mask_ratio=0.75, throw_ratio=0.0, progressive=True)),
+    ("amt_mae_*", dict(sampling="furthest", mask_ratio=0.75, throw_ratio=0.0, progressive=True, **NO_MAPS)),
     ("amt_simmim*", dict(peak=4e-4, warmup_lr=2e-6, min_lr=2e-5, lr_schedule="simmim", sampling="attention")),
     ("amt_simmim_*", dict(mask_ratio=0.7, throw_ratio=0.26, progressive=False)),
     ("amt_simmim24_*", dict(mask_ratio=0.68, throw_ratio=0.24, progressive=False)),

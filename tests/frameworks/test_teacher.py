@@ -133,14 +133,6 @@ def test_a_timm_name_and_pixels_of_another_normalisation(timm_gives):
     assert_close(features, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_timm_model_that_computes_other_features_is_refused(timm_gives):
-    model = timm_vit(act_layer="quick_gelu")
-    model.pretrained_cfg = dict(mean=(0.5,) * 3, std=(0.5,) * 3)
-    timm_gives(model)
-    with pytest.raises(ValueError, match="timm's network computes other features"):
-        open_teacher("vit_base_patch16_224", (32, 32), 4)
-
-
 MINI = vit_mini_patch4(global_pool="token").state_dict()
 
 

@@ -230,15 +230,13 @@ def find_samples(data_path: str | Path, labelled: bool = False) -> Samples:
     images_of = {name: list_images(root, name, unread) for name in listing.folders}
     with_images = [name for name, images in images_of.items() if images]
     empty = [name for name, images in images_of.items() if not images]
-    other_files = ", ".join(f"{number} {ending or 'without ending'}" for ending, number in unread.most_common(5))
     if not with_images and not listing.images:
-        raise ValueError(f"{place} holds no image (other files: {other_files or 'none'}); {LAYOUT}")
+        raise ValueError(f"{place} holds no image; {LAYOUT}")
     if with_images and listing.images:
         named = f"images ({shorten(listing.images)}) beside folders of images ({shorten(with_images)})"
         raise ValueError(f"{place} holds {named}: move one of them away")
     if with_images and empty:
-        named = f"classes without an image: {shorten(empty, 10)}"
-        raise ValueError(f"{place} has {named} (files that are not read: {other_files or 'none'})")
+        raise ValueError(f"{place} has classes without an image: {shorten(empty, 10)}")
     if labelled and not with_images:
         raise ValueError(f"{place} holds no class folders, so there are no labels; expected is {root}/<class>/*")
     samples = [(image, 0) for image in listing.images]

@@ -54,31 +54,16 @@ class HuggingFaceImages(EncodedImages):
             raise ValueError(f"{root} has no rows")
         self.pinned_path = pinned_path
         column = find_column(dataset, root, "--image_column", image_column, datasets.Image)
-        self.table = dataset.select_columns([column]).cast_column(column, datasets.Image(decode=False)).data
-        self._open_columns()
+        stored = dataset.select_columns([column]).cast_column(column, datasets.Image(decode=False)).data.column(0)
+        # Columns of the mapped table, which forked workers share: bytes, null if an image is in a file of its own.
+        self.encoded = pc.struct_field(stored, "bytes")
+        self.paths = pc.struct_field(stored, "path")
         self.sizes = encoded_sizes(self.encoded)
         names: list[bytes] = []
         for i, path in enumerate(self.paths.to_pylist()):
             names.append(row_name(i, path, in_a_file=self.sizes[i] < 0))
         classes, labels = read_labels(dataset, root, label_column, labelled)
         super().__init__(root, np.array(names), labels, classes, notes, in_chans, use_pillow, invalid)
-
-    def _open_columns(self) -> None:
-        """Sets the columns of the mapped table: bytes, null if an image is in a file of its own, and paths."""
-        column = self.table.column(0)
-        self.encoded = pc.struct_field(column, "bytes")
-        self.paths = pc.struct_field(column, "path")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process maps the files by itself: a pickled column would hold all images."""
-        state = dict(vars(self))
-        del state["encoded"]
-        del state["paths"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._open_columns()
 
     def path(self, i: int) -> str:
         return f"row {i} of {self.root} ({self.paths[i].as_py() or 'no path'})"

@@ -151,8 +151,8 @@ def test_images_directly_in_a_folder_have_no_classes(tmp_path):
     ("names", "named"),
     [
         ("b.jpg A.PNG papers/deep/1.png", "papers"),
-        ("cat/1.jpg dog/1.gif emu/.cache/1.jpg", "dog, emu.*1 .gif"),
-        ("notes.txt papers/0.svs papers/1.svs", "2 .svs"),
+        ("cat/1.jpg dog/1.gif emu/.cache/1.jpg", "dog, emu"),
+        ("notes.txt papers/0.svs papers/1.svs", "no image"),
     ],
 )
 def test_folders_that_are_no_data(tmp_path, names, named):

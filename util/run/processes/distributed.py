@@ -20,7 +20,6 @@ from util.text import count_of
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NOTICE = 10.0  # seconds after which a process says that it waits for the others
-REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,6 @@ def init_process(device: str = "auto", timeout_minutes: float = 30, join_timeout
     Raises ValueError if the environment is incomplete, or if the device does not exist. OSError if the GPUs of a SLURM
     job are not there, which another node may have.
     """
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"unknown device {device!r}, choose from auto, cpu, cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but torch sees no GPU: check nvidia-smi, or use --device cpu")
     use_cuda = device != "cpu" and torch.cuda.is_available()
@@ -66,7 +63,6 @@ def init_process(device: str = "auto", timeout_minutes: float = 30, join_timeout
         if use_cuda:
             return Process(torch.device("cuda", 0))
         return Process(torch.device("cpu"))
-    refuse_incomplete(os.environ)
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -91,16 +87,6 @@ def init_process(device: str = "auto", timeout_minutes: float = 30, join_timeout
     finally:
         timer.cancel()
     return process
-
-
-def refuse_incomplete(environment: Mapping[str, str]) -> None:
-    """ValueError if variables that torchrun would set are missing."""
-    present = [name for name in REQUIRED if name in environment]
-    absent = [name for name in REQUIRED if name not in environment]
-    if absent:
-        raise ValueError(
-            f"the environment sets {', '.join(present)} but not {', '.join(absent)}: start with torchrun, or unset them"
-        )
 
 
 def gpu_index(local_rank: int, environment: Mapping[str, str]) -> int:

@@ -17,7 +17,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -234,7 +233,8 @@ class Watchdog(threading.Thread):
         reason = f"process {self.rank} on {socket.gethostname()} made no progress for {self.limit:g} s: {self.phase}"
         if _is_in_collective():
             reason += ", and waits for other processes"
-        print_error(f"{_all_stacks()}{reason}; exit code {TEMPORARY}")
+        faulthandler.dump_traceback(file=2)
+        print_error(f"{reason}; exit code {TEMPORARY}")
         if self.folder is not None and self.rank == 0:
             # In a thread: the disk may be what hangs.
             writer = threading.Thread(target=write_error_to_log, args=(self.folder, reason), daemon=True)
@@ -256,13 +256,6 @@ def _is_in_collective() -> bool:
     """Whether the main thread is inside a function of torch.distributed."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed")
-
-
-def _all_stacks() -> str:
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        return file.read()
 
 
 def print_error(text: str) -> None:

@@ -25,7 +25,6 @@ from util.run.files.reports import STATE, read_json
 from util.run.processes import distributed
 from util.run.processes.supervise import collective_timeout
 from util.run.start.errors import SetUp
-from util.run.start.plan import RunSchedule
 from util.text import shorten
 from util.urls import redact
 
@@ -248,27 +247,12 @@ def checkpoint_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     return weights + moments
 
 
-def check_space(start: Start, schedule: RunSchedule, step: int, num_bytes: int) -> list[str]:
-    """Returns a warning if the disk has no space for all checkpoints to come, which have `num_bytes` each.
-
-    OSError if it has none for the next ones. For rank 0.
-    """
-    if step >= schedule.num_steps:
-        return []
+def check_space(start: Start, num_bytes: int) -> None:
+    """OSError if the disk has no space for the next checkpoints, which have `num_bytes` each. For rank 0."""
     free = shutil.disk_usage(start.output_dir).free
-    needed = num_bytes  # of the next ones: each is complete before an older one is removed
+    needed = num_bytes  # each is complete before an older one is removed
     if not start.continues_here:
         needed += num_bytes
-    num_kept = schedule.num_steps // schedule.keep_every - step // schedule.keep_every + 1  # and the last one
-    place = f"the disk of --output_dir {str(start.output_dir)!r} has {free / 1e6:.1f} MB free"
     if free < needed:
-        raise OSError(
-            f"{place}, but a checkpoint takes {num_bytes / 1e6:.1f} MB, and two have to be there at a time: free "
-            f"{(needed - free) / 1e6:.1f} MB, or choose another folder"
-        )
-    if free < needed + num_kept * num_bytes:
-        return [
-            f"warning: {place}, and the run will keep {num_kept} more checkpoints of {num_bytes / 1e6:.1f} MB: "
-            "free space, or raise --save_every"
-        ]
-    return []
+        place = f"the disk of --output_dir {str(start.output_dir)!r} has {free / 1e6:.1f} MB free"
+        raise OSError(f"{place}, but two checkpoints at a time take {num_bytes / 1e6:.1f} MB each: free some")

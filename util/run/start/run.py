@@ -190,8 +190,9 @@ class Run:
         compiles = decide_compilation(self.plan, stored, schedule.num_steps)
         self.plan = replace(self.plan, compile=compiles)
         info = self.describe(images, optimizer, schedule, facts)
-        num_bytes = checkpoint_bytes(model, optimizer)
-        self.note(*collectives.run_on_rank0(lambda: check_space(self.start, schedule, self.first_step, num_bytes)))
+        if self.first_step < schedule.num_steps:
+            num_bytes = checkpoint_bytes(model, optimizer)
+            collectives.run_on_rank0(lambda: check_space(self.start, num_bytes))
         state: dict[str, Any] | None = None
         if self.resumed is not None:
             state = self._restore(self.resumed, info, model, optimizer)
