@@ -9,8 +9,9 @@ given, a new folder below output/ is used. It also holds the job's logs (jobs/) 
 
 The job runs this copy, also when it is requeued. A new submission copies the code again. Before the time limit, or when
 the job is preempted, SLURM sends a signal: the run saves after its current step, and the requeued job resumes there. If
-a process or a node dies, the job is requeued, too. Three requeues in a row may bring no progress. After `scancel`,
-submit the same command again to resume. main_probe does not resume, so its time limit ends it.
+a process or a node dies, the job is requeued, too. Three requeues in a row may bring no progress. If the storage fails,
+the job waits in the queue, for a day. After `scancel`, submit the same command again to resume. main_probe does not
+resume, so its time limit ends it.
 """
 
 import argparse
@@ -46,6 +47,8 @@ ROOT = Path(__file__).resolve().parent
 NO_RESUME = ("main_probe",)  # mains that begin anew after a stop
 GENERIC = ("gres", "tres_per_job", "tres_per_node", "tres_per_task")  # options that may request GPUs
 MAX_IDLE_STARTS = 3  # starts in a row without progress after which a job is still requeued
+MAX_LATE_STARTS = 24  # as many more, if the storage has failed; they begin ever later, the last one after a day
+LATER = 300  # seconds that the first of them waits in the queue
 SLURM_TIMEOUT_MIN = 24 * 60
 YEAR_MIN = 365 * 24 * 60
 
@@ -79,8 +82,10 @@ class Task:
             finished = False
         except SystemExit as stop:
             # srun reports the other processes, which it kills, instead of this one: leave a note for `guard`.
-            if stop.code in FINAL and job.cluster != "debug":
-                (job.paths.folder / f"exit-code-{job.job_id}").write_text(f"{stop.code}\n")
+            note = job.paths.folder / f"exit-code-{job.job_id}"
+            is_known = stop.code in FINAL or (stop.code == TEMPORARY and not note.exists())
+            if is_known and job.cluster != "debug":
+                note.write_text(f"{stop.code}\n")
             end_if_others_wait(stop)
             raise
         except Exception as error:
@@ -100,7 +105,7 @@ class Task:
         if self.main in NO_RESUME:
             print(f"{self.main}: error: it cannot resume: give a longer --timeout_min", file=sys.stderr)
             sys.exit(2)
-        sys.exit(TEMPORARY)
+        sys.exit(128 + number)
 
     def checkpoint(self) -> Any:
         """Returns what submitit requeues: the same command, which resumes the run."""
@@ -239,21 +244,27 @@ def note_progress(folder: Path) -> list[str]:
 def guard(folder: Path) -> list[str]:
     """Returns shell lines that follow srun. They requeue a job that a signal or the death of a process has stopped.
 
-    A file has a line for each start in a row without progress. After too many the job ends. A job that is not RUNNING
-    is left to SLURM, which is ending it. A busy SLURM is asked again. Results of dead processes are removed.
+    A file has a line for each start in a row without progress: TEMPORARY if it has ended so, as when the storage fails.
+    After too many the job ends. A job that is not RUNNING is left to SLURM, which is ending it. A busy SLURM is asked
+    again. Results of dead processes are removed.
     """
     final = " ".join(f"&& [ $rc -ne {code} ]" for code in FINAL)
-    ended = f"submitit_launch.py: error: job $SLURM_JOB_ID ends after {MAX_IDLE_STARTS + 1} starts without progress"
+    ended = "submitit_launch.py: error: job $SLURM_JOB_ID ends after $((late + others)) starts without progress"
     return [
         f"rc=$?; jobs={shlex.quote(str(folder / 'jobs'))}",
         "code=$jobs/exit-code-$SLURM_JOB_ID; idle=$jobs/idle-starts-$SLURM_JOB_ID; asked=0",
-        'if [ -e "$code" ]; then rc=$(cat "$code"); rm "$code"; fi',
+        'said=$(cat "$code" 2>/dev/null); rc=${said:-$rc}; rm -f "$code"',
         "until state=$(squeue --noheader --jobs $SLURM_JOB_ID --format %T) || [ $((asked += 1)) -gt 6 ]",
         "do sleep 10; done",
         f'if [ $rc -ne 0 ] {final} && [ "$state" = RUNNING ]; then',
-        '   if [ "$(progress)" = "$before" ]; then echo "$before" >> "$idle"; else rm -f "$idle"; fi',
-        f'   if [ "$(cat "$idle" 2>/dev/null | wc -l)" -le {MAX_IDLE_STARTS} ]',
-        '   then rm -f "$jobs/$SLURM_JOB_ID"_*_result.pkl; scontrol requeue $SLURM_JOB_ID; exit $rc',
+        '   if [ "$(progress)" = "$before" ]; then echo "$said" >> "$idle"; else rm -f "$idle"; fi',
+        f'   late=$(cat "$idle" 2>/dev/null | grep -cx {TEMPORARY})',
+        f'   others=$(cat "$idle" 2>/dev/null | grep -cvx {TEMPORARY})',
+        f"   if [ $others -le {MAX_IDLE_STARTS} ] && [ $late -le {MAX_LATE_STARTS} ]; then",
+        '      rm -f "$jobs/$SLURM_JOB_ID"_*_result.pkl',
+        "      trap '' TERM; scontrol requeue $SLURM_JOB_ID",  # SLURM now ends this script by TERM
+        f"      [ $late = 0 ] || scontrol update jobid=$SLURM_JOB_ID starttime=now+$((late * {LATER}))",
+        "      exit $rc",
         f'   else echo "{ended}" >&2; fi',
         "fi",
         'rm -f "$idle"; exit $rc',

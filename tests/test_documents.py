@@ -305,19 +305,20 @@ def test_the_names_of_the_map_are_in_the_files_of_their_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "idle", "moved", "state", "requeued"),
-    [  # idle: starts without progress in a row before this one
-        (0, 0, True, "RUNNING", False),
-        (2, 0, True, "RUNNING", False),
-        (3, 0, True, "RUNNING", False),
-        (75, 2, False, "RUNNING", True),
-        (75, 3, False, "RUNNING", False),
-        (75, 3, True, "RUNNING", True),
-        (140, 0, False, "RUNNING", True),  # killed by USR2 before the run could handle it
-        (137, 0, True, "RUNNING", True),
-        (137, 0, False, "RUNNING", True),
-        (137, 3, False, "RUNNING", False),
-        (143, 0, True, "COMPLETING", False),  # cancelled
+    ("code", "idle", "moved", "state", "wait"),
+    [  # idle: exit codes of starts without progress in a row before this one; wait: None if it is not requeued
+        (0, [], True, "RUNNING", None),
+        (2, [], True, "RUNNING", None),
+        (3, [], True, "RUNNING", None),
+        (75, [], False, "RUNNING", 300),  # the storage has failed
+        (75, [137] * 3 + [75] * 2, False, "RUNNING", 900),
+        (75, [75] * 24, False, "RUNNING", None),
+        (75, [75] * 24, True, "RUNNING", 0),
+        (140, [], False, "RUNNING", 0),  # killed by USR2 before the run could handle it
+        (137, [], True, "RUNNING", 0),
+        (137, [], False, "RUNNING", 0),
+        (137, [137] * 3, False, "RUNNING", None),
+        (143, [], True, "COMPLETING", None),  # cancelled
     ],
 )
 @pytest.mark.parametrize(
@@ -330,10 +331,10 @@ def test_the_names_of_the_map_are_in_the_files_of_their_rows() -> None:
 )
 def test_the_batch_script_requeues_what_can_go_on(
     code: int,
-    idle: int,
+    idle: list[int],
     moved: bool,
     state: str,
-    requeued: bool,
+    wait: int | None,
     element: str,
     job: str,
     variables: dict[str, str],
@@ -345,7 +346,7 @@ def test_the_batch_script_requeues_what_can_go_on(
     progress = out / ".progress"
     progress.write_text("20\n")
     if idle:
-        (out / ".idle-starts-77").write_text("\n" * idle)
+        (out / ".idle-starts-77").write_text("".join(f"{number}\n" for number in idle))
     called = out / "called"
     moves = f"echo 40 > {shlex.quote(str(progress))}" if moved else "true"
     fake(tmp_path / "srun", f"{moves}; exit {code}")
@@ -354,9 +355,10 @@ def test_the_batch_script_requeues_what_can_go_on(
     environment = variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment)
     assert done.returncode == code
-    assert called.exists() == requeued
-    if requeued:
-        assert called.read_text() == f"requeue {job}\n"
+    assert called.exists() == (wait is not None)
+    if wait is not None:
+        later = f"update jobid={job} starttime=now+{wait}\n" if wait else ""
+        assert called.read_text() == f"requeue {job}\n{later}"
 
 
 def fake(program: Path, does: str) -> None:

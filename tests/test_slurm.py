@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -289,12 +290,12 @@ def test_a_dependent_job_waits_until_the_first_run_is_finished(slurm, photos, tm
     ("end", "code", "restarts"),
     [
         ("sys.exit(3)", 3, 0),
-        ("sys.exit(75)", None, 3),
+        ("sys.exit(1)", None, 3),
         ("os.kill(os.getpid(), signal.SIGUSR2)", None, 3),
     ],
 )
 def test_one_process_decides_whether_another_start_makes_sense(slurm, tmp_path, end, code, restarts):
-    """srun kills the other processes. After exit code 3 there is no restart. After 75, or the signal before the time
+    """srun kills the other processes. After exit code 3 there is no restart. After 1, or the signal before the time
     limit, there are three, since no start makes progress."""
     run = Run(tmp_path, tmp_path / "run")
     main = submitit_launch.snapshot(run.folder) / "main_pretrain.py"  # what the job runs
@@ -316,6 +317,25 @@ def test_one_process_decides_whether_another_start_makes_sense(slurm, tmp_path, 
     assert ("ends after 4 starts without progress" in said) == (restarts > 0)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failing_storage_makes_a_job_wait_in_the_queue(slurm, photos, tmp_path, rank):
+    """One process ends with 75, and srun kills the other. SLURM starts the job again when its time has come."""
+    run = Run(photos, tmp_path / "run")
+    main = submitit_launch.snapshot(run.folder) / "main_pretrain.py"  # what the job runs
+    real = main.read_text()
+    wait = f"    time.sleep(60 * (os.environ['SLURM_PROCID'] != '{rank}'))\n"
+    main.write_text(f"import os, sys, time\n\n\ndef main(argv):\n{wait}    sys.exit(75)\n")
+    run.submit()
+    wait_until(lambda: "JobState=PENDING Reason=BeginTime" in shown_by_slurm(run.job), run.why)
+    shown = shown_by_slurm(run.job)
+    times = dict(re.findall(r"(SubmitTime|EligibleTime)=(\S+)", shown))
+    begin = datetime.fromisoformat(times["EligibleTime"])
+    assert 290 <= (begin - datetime.fromisoformat(times["SubmitTime"])).total_seconds() <= 310
+    main.write_text(real)
+    subprocess.run(["scontrol", "update", f"jobid={run.job}", "starttime=now"], check=True)
+    run.wait_for_the_end()
+
+
 def test_a_site_s_options_hold_for_requeues_too(slurm, tmp_path):
     """Each of two tasks sees one GPU, in all starts of an exclusive job."""
     run = Run(tmp_path, tmp_path / "run")
@@ -323,7 +343,7 @@ def test_a_site_s_options_hold_for_requeues_too(slurm, tmp_path):
     main.write_text(
         "import os, sys, time\n\n\ndef main(argv):\n    get = os.environ.get\n"
         "    print('sees', get('CUDA_VISIBLE_DEVICES'), get('SLURM_GPUS_PER_TASK'), get('SLURM_LOCALID'), flush=True)\n"
-        "    time.sleep(2)\n    sys.exit(75)\n"
+        "    time.sleep(2)\n    sys.exit(1)\n"
     )
     flags = "--nodes 1 --tasks_per_node 2 --gpus_per_node 2 --slurm gpus-per-task=1 --slurm exclusive= --slurm nice=7"
     run.submit(*flags.split())

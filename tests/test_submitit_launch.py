@@ -109,38 +109,41 @@ def test_errors_come_before_the_queue(capsys, flags, message, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("rc", "said", "idle", "now", "state", "left"),
-    [  # idle: starts without progress in a row before this one; left: after it, if the job is requeued
-        (1, None, 0, "40", "RUNNING", 0),
-        (137, None, 3, "40", "RUNNING", 0),
-        (75, None, 0, "40", "RUNNING", 0),  # stopped by a signal
-        (75, None, 0, "20", "RUNNING", 1),
-        (137, None, 0, "20", "RUNNING", 1),
-        (137, None, 2, "20", "RUNNING", 3),
-        (137, None, 3, "20", "RUNNING", None),
-        (75, None, 3, "20", "RUNNING", None),
-        (2, None, 0, "40", "RUNNING", None),
-        (3, None, 0, "40", "RUNNING", None),
-        (4, None, 0, "40", "RUNNING", None),
-        (0, None, 1, "40", "RUNNING", None),
-        (143, 2, 0, "40", "RUNNING", None),  # srun has killed a process because another one had ended so
-        (143, None, 0, "40", "COMPLETING", None),  # cancelled, or requeued already
-        (143, None, 0, "40", "", None),
+    ("rc", "said", "idle", "now", "state", "left", "wait"),
+    [  # idle: lines of starts without progress in a row before this one; left: after it, if the job is requeued
+        (1, None, "", "40", "RUNNING", "", 0),
+        (137, None, "\n\n\n", "40", "RUNNING", "", 0),
+        (75, None, "", "40", "RUNNING", "", 0),  # stopped by a signal
+        (75, None, "", "20", "RUNNING", "\n", 0),
+        (137, None, "\n\n", "20", "RUNNING", "\n\n\n", 0),
+        (137, None, "\n\n\n", "20", "RUNNING", None, 0),
+        (75, None, "\n\n\n", "20", "RUNNING", None, 0),
+        (137, 75, "", "20", "RUNNING", "75\n", 300),  # the storage has failed
+        (137, 75, "\n\n\n75\n", "20", "RUNNING", "\n\n\n75\n75\n", 600),
+        (137, 75, "75\n" * 24, "20", "RUNNING", None, 0),
+        (137, 75, "75\n" * 24, "40", "RUNNING", "", 0),
+        (2, None, "", "40", "RUNNING", None, 0),
+        (3, None, "", "40", "RUNNING", None, 0),
+        (4, None, "", "40", "RUNNING", None, 0),
+        (0, None, "\n", "40", "RUNNING", None, 0),
+        (143, 2, "", "40", "RUNNING", None, 0),  # srun has killed a process because another one had ended so
+        (143, None, "", "40", "COMPLETING", None, 0),  # cancelled, or requeued already
+        (143, None, "", "40", "", None, 0),
     ],
 )
-def test_a_job_is_requeued_until_it_gets_nowhere(tmp_path, rc, said, idle, now, state, left):
+def test_a_job_is_requeued_until_it_gets_nowhere(tmp_path, rc, said, idle, now, state, left, wait):
     """Runs the lines around srun with fake `scontrol` and `squeue`. `said`: the exit code in a process's note."""
     jobs = tmp_path / "my run" / "jobs"
     jobs.mkdir(parents=True)
     write_progress(jobs.parent, "20")
     counter = jobs / "idle-starts-77"
     if idle:
-        counter.write_text("20\n" * idle)
+        counter.write_text(idle)
     (jobs / "77_0_result.pkl").touch()
     if said is not None:
         (jobs / "exit-code-77").write_text(f"{said}\n")
     called = tmp_path / "called"
-    write_program(tmp_path / "scontrol", f'echo "$@" > "{called}"')
+    write_program(tmp_path / "scontrol", f'echo "$@" >> "{called}"')
     write_program(tmp_path / "squeue", f"echo {state}")
     srun = f'echo {now} > "{jobs.parent}/.progress"; (exit {rc})'
     done = run_job(tmp_path, [*submitit_launch.note_progress(jobs.parent), srun, *submitit_launch.guard(jobs.parent)])
@@ -148,12 +151,12 @@ def test_a_job_is_requeued_until_it_gets_nowhere(tmp_path, rc, said, idle, now, 
     assert called.exists() == (left is not None)
     assert (jobs / "77_0_result.pkl").exists() == (left is None)
     if left is not None:
-        assert called.read_text() == "requeue 77\n"
-    num_idle = 0
-    if counter.exists():
-        num_idle = len(counter.read_text().splitlines())
-    assert num_idle == (left or 0)
-    assert ("job 77 ends after 4 starts without progress" in done.stderr) == (idle == 3 and now == "20")
+        later = f"update jobid=77 starttime=now+{wait}\n" if wait else ""
+        assert called.read_text() == f"requeue 77\n{later}"
+    assert (counter.read_text() if counter.exists() else "") == (left or "")
+    gave_up = left is None and now == "20"
+    num_starts = idle.count("\n") + 1
+    assert (f"job 77 ends after {num_starts} starts without progress" in done.stderr) == gave_up
 
 
 def run_job(tmp_path, lines):
@@ -217,8 +220,8 @@ def test_a_stopped_run_asks_for_one_requeue(run_task, cluster, rank, code, reque
 @pytest.mark.parametrize(
     ("name", "code", "note"),
     [
-        ("main_pretrain", 75, None),
-        ("main_finetune", 75, None),
+        ("main_pretrain", 140, None),
+        ("main_finetune", 140, None),
         ("main_probe", 2, "2\n"),
     ],
 )
