@@ -25,6 +25,7 @@ import tarfile
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ from util.data.workers import ignore_in_worker
 from util.run.cli import Parser, run_program, user_errors
 from util.run.files.search import sha256
 from util.run.start.flags import add_invalid_flags
-from util.text import count_of
+from util.text import count_of, printable
 
 _worker: dict[str, FolderImages] = {}  # a worker's images: sent once to each worker, not with every shard
 
@@ -175,7 +176,7 @@ def pack_split(images: FolderImages, folder: Path, args: argparse.Namespace) -> 
     tars: list[dict[str, Any]] = []
     parts: list[Rows] = []
     paths = [folder / name for name in shards]
-    pool = ProcessPoolExecutor(args.workers, initializer=start_worker, initargs=(images,))
+    pool = ProcessPoolExecutor(args.workers, get_context("fork"), initializer=start_worker, initargs=(images,))
     try:
         results = pool.map(pack_shard, paths, shards.values())
         for tar, rows in tqdm(results, total=len(shards), unit="shard", desc=str(folder)):
@@ -222,7 +223,7 @@ def open_source(files: SplitFiles, args: argparse.Namespace) -> FolderImages:
         problem = f"{str(files.root)!r} has {images.pixel_format}"
         raise ValueError(f"--quality makes JPEGs of RGB images, but {problem}: leave it out")
     for note in images.notes:
-        print(f"{images.root}: {note}")
+        print(printable(f"{images.root}: {note}"))
     return images
 
 

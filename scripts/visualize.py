@@ -29,6 +29,7 @@ from util.data.statistics import normalizer
 from util.run.cli import Parser, prepare_file, run_program, user_errors
 from util.run.files import record
 from util.run.start.flags import add_all_valid_flag
+from util.text import printable
 
 
 def show_run(args: argparse.Namespace) -> None:
@@ -70,8 +71,8 @@ def show_run(args: argparse.Namespace) -> None:
     ((imgs, ids_shuffle),) = crops(model, settings, images, drawn, batch_size=len(drawn))
     normalize = normalizer(settings, images.pixel_format)
     pictures.save(reconstruction_picture(model, normalize, imgs, ids_shuffle), args.out)
-    print(*images.notes, f"reconstructions of {len(drawn)} images of {images.root}: {args.out}", sep="\n")
-    print("\n".join(lines))
+    where = f"reconstructions of {len(drawn)} images of {images.root}: {args.out}"
+    print(printable("\n".join([*images.notes, where, *lines])))
 
 
 def get_args_parser() -> Parser:

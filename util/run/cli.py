@@ -462,6 +462,7 @@ def run_program(main: Callable[[], object], prog: str) -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signal_if_parent_dies(signal.SIGTERM)
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files need not be UTF-8
     try:
         try:
             finished = main()

@@ -117,6 +117,10 @@ def find_damage(path: Path) -> str | None:
         return f"{size} bytes instead of {sidecar['size']}"
     if sha256(path) != sidecar["sha256"]:
         return "its SHA-256 is not the recorded one"
+    try:
+        CheckpointInfo.from_json(sidecar["meta"], path)
+    except (CheckpointError, KeyError, AttributeError, TypeError) as error:
+        return f"its .json does not describe a run: {error}"
     return None
 
 

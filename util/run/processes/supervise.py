@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from util.data.workers import SIGNALS, expect_signal, note_signal
 from util.run.cli import LOG, TEMPORARY
+from util.text import printable
 
 
 class Stopped(Exception):
@@ -245,7 +246,7 @@ class Watchdog(threading.Thread):
 
 def write_error_to_log(folder: Path, message: str) -> None:
     """Appends a line to the log of a run, if it has one and can be written: a full disk may be the error."""
-    line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} error: {' '.join(message.split())}\n"
+    line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} error: {printable(' '.join(message.split()))}\n"
     with suppress(OSError):
         if (folder / LOG).exists():
             with open(folder / LOG, "a", encoding="utf-8", errors="replace") as file:
