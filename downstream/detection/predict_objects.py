@@ -55,14 +55,15 @@ def choose_ids(images: EncodedImages, path: str | None) -> dict[str, int]:
     if path is None:
         return {name: i for i, name in enumerate(names, 1)}
     try:
-        known = {image["file_name"]: int(image["id"]) for image in json.loads(Path(path).read_bytes())["images"]}
+        entries = json.loads(Path(path).read_bytes())["images"]
+        known = {image["file_name"]: image["id"] for image in entries}
         ids = {name: known[name] for name in names}
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"--image_ids {path!r} is no JSON file with `images`, each with an `id` and a `file_name`: {error!r}"
         ) from error
-    if len(set(ids.values())) < len(ids):
-        raise ValueError(f"--image_ids {path!r} gives two images one id")
+    if len(known) < len(entries) or len(set(ids.values())) < len(ids):
+        raise ValueError(f"--image_ids {path!r} names an image twice, or gives two images one id")
     return ids
 
 
