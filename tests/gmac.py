@@ -21,19 +21,3 @@ def forward_gmac(settings):
         with torch.no_grad():  # counting calls hooks on every tensor that needs a gradient
             _counted[key] = costs.forward_gmac(settings, build_model)
     return _counted[key]
-
-
-def of_depths(count, depth, decoder_depth):
-    """Returns count(depth, decoder_depth) of a model whose blocks are all alike, from counts of one and two blocks.
-
-    The count is linear in each of the two.
-    """
-
-    def of_encoder(decoder_blocks):
-        one_block = count(1, decoder_blocks)
-        two_blocks = count(2, decoder_blocks)
-        return one_block + (depth - 1) * (two_blocks - one_block)
-
-    one_block = of_encoder(1)
-    two_blocks = of_encoder(2)
-    return one_block + (decoder_depth - 1) * (two_blocks - one_block)

@@ -61,16 +61,6 @@ def a_batch(model):
     return torch.randn(2, 3, 32, 32), orders(model, 2)
 
 
-@pytest.mark.parametrize("name", ["mae_vit_micro_patch4", "mff_vit_micro_patch4"])
-def test_blocks_see_class_tokens_and_kept_tokens(name):
-    model = build("--model", name, *PIXIO)
-    lengths = []
-    for block in (model.blocks[0], model.decoder.blocks[0]):
-        block.register_forward_hook(lambda module, args, output: lengths.append(args[0].shape[1]))
-    model(*a_batch(model))
-    assert lengths == [3 + model.counts.num_visible, 3 + model.counts.num_kept]
-
-
 def test_learned_positions_are_random_trained_and_decayed():
     model = build("--model", "mae_vit_micro_patch4", *PIXIO)
     assert model.pos_embed.shape == (1, 3 + 64, 96)

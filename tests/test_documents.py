@@ -10,18 +10,15 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import timm
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 import main_pretrain
-from encoders import classifiers
 from frameworks import registry
 from recipes import FINETUNE_RECIPES, RECIPES
 from scripts import export
 from tests.conftest import write_photo
 from tests.documents import (
     DOCUMENTS,
-    FENCE,
     RECIPES_OF,
     all_commands,
     blocks_of,
@@ -50,14 +47,12 @@ for name in models_example_pr.__all__:
 patches.ALLOWED.add("models_example_pr")
 """
 EXAMPLE_FLAG = "--loss_beta"
-EXAMPLE_MODELS = "example_"
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 SPAN = re.compile(r"`([^`\n]+)`")
 PROJECT_FILE = re.compile(
     r"(?<![\w/.<*-])(?:(?:scripts|tools|tests|util|docs|downstream|encoders|frameworks)/[\w./-]*\w"
     r"|(?:main|engine|models|framework|prmim|recipes|submitit_launch|requirements)[\w-]*\.(?:py|txt))(?![\w<*])"
 )
-MODEL = re.compile(r"\b[a-z]\w*_patch\d+\w*\b")
 RECIPE = re.compile(
     r"\w+_\d+ep|(?:\w+_)?(?:finetune|linprobe)_\w+|partial\d+_\w+|inat\d\d_\w+|cifar10(?:_\w+)?|quickstart(?:_finetune)?"
     r"|(?:ade20k|coco)_\w+"
@@ -149,16 +144,6 @@ def test_commands_parse(capsys: pytest.CaptureFixture[str]) -> None:
     assert problems == []
 
 
-def test_every_program_is_shown() -> None:
-    shown = set()
-    for command in all_commands():
-        found = program_of(command)
-        if found is not None:
-            shown.add(found[0])
-    wanted = {*MAINS, *(name for name in SCRIPTS if name.startswith("scripts/"))}
-    assert sorted(wanted - shown) == []
-
-
 # --------------------------------------------------------------------------------------------------------------- names
 
 
@@ -218,17 +203,6 @@ def test_named_commits_are_in_the_history(history: list[str]) -> None:
         for named in COMMIT.findall(path.read_text()):
             if not any(commit.startswith(named) for commit in history):
                 unknown.append(f"{page_name(path)}: {named}")
-    assert unknown == []
-
-
-def test_named_models_exist() -> None:
-    known = registry.MODELS.keys() | classifiers.MODELS.keys()
-    unknown = []
-    for path in DOCUMENTS:
-        text = FENCE.sub(r"\2", path.read_text()).replace("…", " ")
-        for name in sorted(set(MODEL.findall(text)) - known):
-            if not (is_recipe(name) or name.startswith(EXAMPLE_MODELS) or timm.is_model(name)):
-                unknown.append(f"{page_name(path)}: {name}")
     assert unknown == []
 
 

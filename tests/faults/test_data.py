@@ -8,11 +8,9 @@ import pytest
 from PIL import Image
 
 from scripts import pack_dataset
-from tests.conftest import write_photo
 from tests.patches import StandIn
 from tests.runs import assert_same_state, finish, losses, pretrain, state
 from util.data import decode, images
-from util.data.open import open_images
 from util.data.tars import LocalTars
 
 
@@ -165,17 +163,6 @@ def test_names_of_folders_do_not_reach_the_terminal_as_they_are(copied, tmp_path
     out = capsys.readouterr().out
     assert note in out
     assert "\x1b]" not in out
-
-
-@pytest.mark.parametrize(("side", "is_said"), [(8, True), (16, False)])
-def test_images_much_smaller_than_their_crops_are_said(copied, side, is_said):
-    """A single large image is no typical one."""
-    data, _ = copied
-    for path in sorted(data.rglob("*.jpg"))[1:]:
-        write_photo(path, (side + 9, side))
-    notes = images.note_on_small_images(open_images("folder", data), (32, 32))
-    assert len(notes) == is_said
-    assert all(f"{side} pixels" in note and "--input_size" in note for note in notes)
 
 
 def test_decompression_bombs(copied, tmp_path, monkeypatch, recwarn):

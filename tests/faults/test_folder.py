@@ -6,17 +6,13 @@ import random
 import re
 import shutil
 import signal
-import stat
 import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-import main_pretrain
 from scripts import export
 from tests.locks import held_by_another_process
 from tests.runs import assert_same_state, finetune, pretrain, refused, reports
@@ -28,7 +24,6 @@ from util.run.files.reports import read_json
 from util.run.files.search import newest_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-NOBODY = 65534  # the user without rights
 
 
 def test_a_run_without_its_checkpoints_is_set_aside(labelled, tmp_path, capsys):
@@ -222,69 +217,6 @@ def test_a_full_disk(photos, tmp_path, small_disk, capsys, before_step):
 def test_a_read_only_folder(photos, small_disk, capsys):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     assert "cannot be written to" in pretrain.refused(capsys, photos, small_disk / "out")
-
-
-@pytest.fixture
-def folder_of_nobody(photos, tmp_path):
-    """A folder with photos that belongs to the user nobody, where root may make one."""
-    if os.geteuid():
-        pytest.skip("only root can be another user")
-    for place in (tempfile.gettempdir(), sys.prefix, os.path.dirname(__file__)):  # of data, libraries and code
-        for folder in (Path(place), *Path(place).parents):
-            if not folder.stat().st_mode & stat.S_IXOTH:
-                pytest.skip(f"other users cannot enter {folder}")
-    folder = Path(tempfile.mkdtemp())  # others cannot enter `tmp_path`
-    shutil.copytree(photos, folder / "photos")
-    subprocess.run(["chown", "-R", str(NOBODY), folder], check=True)
-    yield folder
-    shutil.rmtree(folder)
-
-
-def exit_code_as_nobody(*command):
-    """Runs main_pretrain in a fork that belongs to nobody. Returns its exit code."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    code = 99
-    try:
-        os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
-        main_pretrain.main(pretrain.command(*command))
-    except SystemExit as stop:
-        code = stop.code
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        ".lock",
-        "log.txt",
-        "log.jsonl",
-        "checkpoint-3.json",
-        "checkpoint-3.pth",
-    ],
-)
-def test_a_file_of_another_user(folder_of_nobody, tmp_path, capfd, name):
-    output_dir = folder_of_nobody / "out"
-    output_dir.mkdir()
-    (output_dir / "checkpoint-3.json").write_text('{"size": 1, "sha256": ""}')
-    (output_dir / "checkpoint-3.pth").write_bytes(b"x")
-    if "log" in name:
-        shutil.rmtree(output_dir)
-        output_dir.mkdir()
-        (output_dir / ".lock").touch()
-    subprocess.run(["chown", "-R", str(NOBODY), output_dir], check=True)
-    (output_dir / name).touch()
-    os.chown(output_dir / name, 0, 0)
-    (output_dir / name).chmod(0o600)
-    capfd.readouterr()
-    assert exit_code_as_nobody(folder_of_nobody / "photos", output_dir) == 2
-    error = capfd.readouterr().err
-    assert f"Permission denied: '{output_dir / name}' ('{output_dir / name}' belongs to root); ask for access" in error
 
 
 def test_a_signal_after_a_failed_save(photos, tmp_path, monkeypatch, before_step):

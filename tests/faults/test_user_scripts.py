@@ -5,14 +5,11 @@ import os
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from tests.documents import parser_of
 from tests.runs import finetune, pretrain, refused
 from tests.scripts.programs import MAINS, SCRIPTS, run_file
-from util import pictures
 from util.run.cli import FEW
 
 
@@ -77,21 +74,3 @@ def test_what_a_script_cannot_use_is_named(program, arguments, named, runs, tmp_
     (tmp_path / "file").touch()
     assert named.format(runs=runs) in refused(capsys, main_of(program), *arguments.format(runs=runs).split())
     assert os.listdir(tmp_path) == ["file"]
-
-
-def test_an_older_picture_stands(tmp_path, monkeypatch):
-    def save(path):
-        Path(path).write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    def fromarray(picture):
-        img = Image.fromarray(picture)
-        img.save = save
-        return img
-
-    (tmp_path / "p.png").write_text("older")
-    monkeypatch.replace_in(pictures, "Image.fromarray", fromarray)
-    with pytest.raises(OSError, match="No space left on device"):
-        pictures.save(np.zeros((2, 2, 3), np.uint8), tmp_path / "p.png")
-    assert (tmp_path / "p.png").read_text() == "older"
-    assert os.listdir(tmp_path) == ["p.png"]

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 from torch.testing import assert_close
 
 from encoders.load import load_encoder
-from frameworks.models_localmim_pr import SCALES, LocalMIMViT, localmim_vit_base_patch16, localmim_vit_large_patch16
+from frameworks.models_localmim_pr import LocalMIMViT, localmim_vit_base_patch16, localmim_vit_large_patch16
 from models_vit import VisionTransformer
 from tests import slow_mae
 from tests.frameworks.test_hog import slow_hog, tie_free
@@ -179,26 +177,6 @@ def test_views_have_the_errors_of_each_token():
     targets = model.target(imgs)[2].flatten(2)  # of 8 px: a token is a cell
     squares = (preds[2] - targets.mT).square()
     assert_close(views[2].errors, squares.mean(dim=-1))
-
-
-def test_heads_are_the_release_s_convolutions_on_the_grid():
-    """PyTorch's convolutions on the whole grid, with the heads' weights, give the same result."""
-    model = perturbed(LocalMIMViT(**SIZES, throw_ratio=0.0))
-    x = torch.randn(2, 16, 16, dtype=torch.float64)
-    grid = x.transpose(1, 2).unflatten(2, (4, 4))
-    for level, decoder in enumerate(model.decoder):
-        y = grid
-        for module in decoder.pred:
-            if isinstance(module, nn.ConvTranspose2d):
-                y = F.conv_transpose2d(y, module.weight, module.bias, stride=2)
-            elif isinstance(module, nn.Conv2d):
-                y = F.conv2d(y, module.weight, module.bias)
-            elif isinstance(module, (nn.LayerNorm, nn.GELU)):
-                y = module(y.movedim(1, 3)).movedim(3, 1)
-        cells = max(1, int(SCALES[level]))
-        ours = decoder.pred(x).reshape(2, 4, 4, cells, cells, 27)
-        ours = ours.permute(0, 5, 1, 3, 2, 4)  # [B, 27, rows, cells, columns, cells]
-        assert_close(ours.reshape(y.shape), y, rtol=1e-10, atol=1e-10)
 
 
 def test_the_release_s_parameters():

@@ -77,13 +77,6 @@ def laplacian(monkeypatch):
     monkeypatch.setitem(registry.MODELS, NAME, partial(LaplacianMAE, **NANO, decoder_embed_dim=64, decoder_depth=2))
 
 
-def test_a_run_says_that_it_draws_no_pictures(laplacian, photos, tmp_path, capsys):
-    runs.pretrain(photos, tmp_path / "run", "--model", NAME, "--throw_ratio", 0, "--epochs", 2, "--picture_every", 1)
-    log = (tmp_path / "run" / "log.txt").read_text()
-    assert log.count("there are no pictures of reconstructions: the targets of LaplacianMAE are no pixels") == 1
-    assert not list((tmp_path / "run").rglob("*.png"))
-
-
 def test_scripts_refuse_to_take_it_for_pixels(laplacian, photos, tmp_path, capsys):
     run = tmp_path / "run"
     runs.pretrain(photos, run, "--model", NAME, "--throw_ratio", 0, "--epochs", 1, "--picture_every", 0)

@@ -298,14 +298,3 @@ export.main(sys.argv[1:])
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "run", "--out", out], cwd=ROOT, capture_output=True)
     assert done.returncode == 128 + signal.SIGTERM
     assert os.listdir(tmp_path) == ["run"]
-
-
-def test_the_card_says_what_the_weights_are(tmp_path, capsys):
-    """Without paths of this machine."""
-    path, _ = finetuned(tmp_path, VIT[1], global_pool="avg")
-    run(capsys, path, tmp_path / "classifier")
-    card = (tmp_path / "classifier" / "README.md").read_text()
-    assert 'timm.create_model("local-dir:classifier", pretrained=True).eval()' in card
-    assert "`checkpoint-best.pth`, SHA-256" in card
-    assert '"model": "vit_micro_patch4"' in card
-    assert str(tmp_path) not in card

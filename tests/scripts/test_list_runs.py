@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -122,26 +120,6 @@ def test_rows_are_chosen_and_sorted_by_columns_and_settings(output, capsys):
     assert names("--sort", "step", "--descending")[-3:] == ["prmim", "probed", "scored"]
 
 
-def test_the_table_shows_what_is_known(output, capsys):
-    list_runs.main([str(output), "--where", "program=*pretrain*"])
-    header, _, mae, prmim = capsys.readouterr().out.splitlines()
-    assert "measure" not in header  # neither run has been scored
-    assert "finished" in mae
-    for words in ("--max_steps 4", "seed 3", "throw_ratio 0.5"):
-        assert words in prmim
-    assert "blr" not in prmim
-
-
 @pytest.mark.parametrize("flags", [["--where", "sed=3"], ["--sort", "los"]])
 def test_an_unknown_name_is_refused(output, flags, capsys):
     assert flags[0] in refused(capsys, list_runs.main, output, *flags)
-
-
-def test_folders_without_runs_are_refused(tmp_path, capsys):
-    assert "no run" in refused(capsys, list_runs.main, tmp_path / "missing")
-
-
-def test_the_list_waits_for_no_slow_library():
-    code = "import sys, scripts.list_runs; print({'torch', 'numpy', 'matplotlib'} & set(sys.modules))"
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert found.stdout == "set()\n", found.stderr

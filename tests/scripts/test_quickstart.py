@@ -59,10 +59,3 @@ def test_quickstart_refuses_flags_that_it_sets_itself(flag):
     done = call(flag, "x")
     assert (done.returncode, done.stdout) == (2, "")
     assert flag.split("=")[0] in done.stderr
-
-
-def test_quickstart_explains_itself():
-    done = call("--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "bash scripts/quickstart.sh" in done.stdout
-    assert "set -" not in done.stdout

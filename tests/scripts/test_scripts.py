@@ -46,13 +46,6 @@ def test_visualize_draws_and_measures(photos, tmp_path, capsys, flags, measured)
     assert num_colors(tmp_path / "r.png") > 3
 
 
-def test_a_picture_does_not_become_data(photos, pretrained, capsys):
-    picture = photos / "train" / "cat" / "r.png"
-    message = refused(capsys, visualize.main, pretrained, "--out", picture)
-    assert f"--out {str(picture)!r} lies inside the image folder" in message
-    assert not picture.exists()
-
-
 def test_features_of_a_fixed_kind_are_drawn_and_measured(photos, tmp_path, capsys):
     pretrain(photos, tmp_path / "run", "--model", "localmim_vit_micro_patch4", "--max_steps", 1)
     capsys.readouterr()
@@ -123,12 +116,6 @@ def test_sample_photos_have_labels_and_disjoint_splits(tmp_path, monkeypatch):
         assert len(files) == count
         for file in files:
             assert (np.asarray(Image.open(file)) == value).all()
-
-
-def test_sample_photos_exist_in_the_package():
-    data = pytest.importorskip("skimage.data")
-    for name in sample_photos.PHOTOS:
-        assert (Path(data.data_dir) / name).is_file()
 
 
 # ------------------------------------------------------------------------------------------------------ docs/runs

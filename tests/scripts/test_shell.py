@@ -50,22 +50,3 @@ def test_the_path_of_python_may_hold_a_space(project):
     done = bash(command, project, PYTHON=str(project / "no python"))
     assert done.returncode == 1
     assert "no Python >= 3.10" in done.stderr
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="the script must be run as root")
-@pytest.mark.parametrize("lacking", ["slurmctld", "slurmd", "munged"])
-def test_slurm_needs_all_of_its_daemons(tmp_path, lacking):
-    for name in {"slurmctld", "slurmd", "munged"} - {lacking}:
-        stand_in(tmp_path / name, "echo started >&2; exit 1")
-    for tool in ("bash", "id"):
-        (tmp_path / tool).symlink_to(shutil.which(tool))
-    done = subprocess.run(
-        [tmp_path / "bash", ROOT / "scripts/slurm_on_one_machine.sh", "up"],
-        env={"PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 1
-    assert f"{lacking} is not installed: run" in done.stderr
-    assert "started" not in done.stderr

@@ -127,12 +127,6 @@ def test_biased_attention_keeps_the_users_kernel_and_torchs_numbers(name):
     assert torch._C._get_sdp_priority_order() == order
 
 
-def test_biased_attention_compiles_without_graph_breaks():
-    q, bias = a_query_and_a_bias()
-    compiled = torch.compile(biased_attention, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(q, q, q, bias), biased_attention(q, q, q, bias))
-
-
 class Run:
     """`choose_attention` on two ranks that have GPUs of a capability. faults: what is wrong on each."""
 
@@ -211,13 +205,6 @@ def test_what_short_attention_cannot_serve_is_not_tested(name, monkeypatch):
     assert len(run.tested) == int(name == "GreenMIMSwin")
 
 
-@pytest.mark.parametrize(("precision", "device"), [("fp32", GPU), ("bf16", CPU)])
-def test_short_attention_that_cannot_be_used_is_said(precision, device, monkeypatch):
-    run = Run(monkeypatch)
-    assert not run.choose("short", precision, device)
-    assert run.notes == ["note: torch's attention kernels are used: --attention short is for bf16 and fp16 on a GPU"]
-
-
 @pytest.mark.parametrize("faults", [("it is wrong", None), (None, "it is wrong"), ("it is wrong", "so here")])
 def test_a_fault_on_any_rank_makes_all_use_torchs_kernels(faults, monkeypatch):
     run = Run(monkeypatch, faults=faults)
@@ -256,11 +243,3 @@ def test_calls_of_tested_heads_and_few_tokens_are_served_in_one_graph(tokens, he
     [graph] = graphs
     called = {str(node.target) for node in graph.graph.nodes}
     assert ("prmim.short_attention" in called) == is_served
-
-
-def test_on_a_cpu_the_kernel_is_never_called():
-    x = torch.randn(2, 5, 32)
-    block = Block(32, 2)
-    expected = block(x)
-    attention.use_short(torch.float32, {(2, 16)})
-    assert torch.equal(block(x), expected)

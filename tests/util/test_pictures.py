@@ -42,17 +42,6 @@ def test_a_grid_holds_two_images_a_row_if_there_are_four_with_one_panel(num_imag
     assert count(picture[20:], 100) == num_images * (2 + num_panels) * 128**2
 
 
-def test_suffixes_that_pillow_can_write_are_allowed(tmp_path):
-    pictures.check_suffix(tmp_path / "p.png")
-    pictures.check_suffix(tmp_path / "P.JPG")
-
-
-@pytest.mark.parametrize("name", ["p", "p.txt", "p.psd"])
-def test_suffixes_that_pillow_cannot_write_are_refused(tmp_path, name):
-    with pytest.raises(ValueError, match="the name must end in .png, .jpg or the like"):
-        pictures.check_suffix(tmp_path / name)
-
-
 def test_other_channels_are_shown_by_three():
     """A single one as grey; of two channels the missing blue is black."""
     imgs = torch.rand(2, 5, 4, 4)

@@ -343,20 +343,3 @@ def test_missing_fields_are_filled_in(truth):
     assert scores["ap"] == pytest.approx(100)
     scores = average_precision(truth, detections[1:], "bbox")
     assert scores["ap"] < 100
-
-
-@pytest.mark.parametrize("has_mask", [True, False])
-def test_detections_inside_crowds_are_ignored(truth, has_mask):
-    """A crowd without a mask is its box."""
-    inside, *others = detections_of(truth)
-    crowd = truth["annotations"][0]
-    crowd["iscrowd"] = 1
-    if not has_mask:
-        del crowd["segmentation"]
-    surest = inside | {"score": 0.99}
-    for kept in ([inside, *others], others, [surest, *others]):
-        scores = average_precision(truth, kept, "segm")
-        assert scores["ap"] == pytest.approx(100)
-    elsewhere = surest | {"image_id": truth["annotations"][-1]["image_id"]}
-    scores = average_precision(truth, [elsewhere, *others], "segm")
-    assert scores["ap"] < 100

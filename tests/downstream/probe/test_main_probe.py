@@ -14,11 +14,9 @@ from downstream.probe.engine_probe import GRID, rate_at, split_held_out
 from downstream.probe.models import FrozenEncoder
 from frameworks import registry
 from tests.conftest import read_photo
-from tests.locks import held_by_another_process
 from tests.runs import refused
 from tests.util.evaluate.test_knn import mean_and_std, slow_ranking
 from tests.warm import run_by_torchrun
-from util.data import loader
 from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop
 from util.run.files.checkpoint import save_checkpoint
 
@@ -156,14 +154,6 @@ def test_the_held_out_tenth_never_trains(encoder, data, tmp_path, monkeypatch):
     assert selected_by == list(held_out)
 
 
-def test_the_split_is_a_permutation():
-    training, held_out = split_held_out(1000)
-    assert len(held_out) == 100
-    assert not set(training) & set(held_out)
-    assert abs(np.mean(held_out) - 499.5) < 100
-    assert len(np.unique(np.diff(held_out))) > 10
-
-
 def test_the_schedule_warms_up_linearly_and_ends_at_zero():
     assert rate_at(0, 1000) == 0
     assert rate_at(50, 1000) == pytest.approx(0.5)
@@ -184,12 +174,6 @@ def with_results(encoder, data, tmp_path):
     """A folder with the results of kNN."""
     probe(encoder, data, tmp_path / "out", "--probes", "knn")
     return tmp_path / "out"
-
-
-def test_results_are_printed_once_and_early_only_if_the_heads_follow(encoder, data, tmp_path, capsys):
-    for number, probes in ((1, ["knn"]), (2, ["knn", "linear"])):
-        probe(encoder, data, tmp_path / str(number), "--probes", *probes)
-        assert capsys.readouterr().out.count("k 10, z") == number * 2  # of mean and cls
 
 
 def test_finished_results_are_not_computed_again(encoder, data, with_results, never_computed):
@@ -292,22 +276,6 @@ def test_a_signal_stops_the_heads_and_keeps_the_neighbours(encoder, data, tmp_pa
     content = probe(encoder, data, tmp_path, *probes)
     assert list(content["parts"]) == ["knn", "heads"]
     assert content["parts"]["knn"] == kept["parts"]["knn"]
-
-
-def test_a_folder_takes_one_program_at_a_time(encoder, data, tmp_path, capsys, never_computed):
-    with held_by_another_process(tmp_path / "out") as message:
-        assert message in fails(capsys, encoder, data, tmp_path / "out", "--probes", "knn")
-
-
-def test_batches_that_do_not_fit_into_shared_memory_are_refused(encoder, data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(loader, "free_bytes", lambda: 1000)
-    message = fails(capsys, encoder, data, tmp_path, "--probes", "linear", "--num_workers", 1)
-    assert "/dev/shm has 0.0 MB free" in message
-
-
-def test_an_encoder_must_be_named(data, tmp_path, capsys):
-    message = refused(capsys, main_probe.main, "--data_path", data, "--output_dir", tmp_path / "out")
-    assert "give a checkpoint, a run's folder, or --timm NAME" in message
 
 
 def test_two_processes_give_the_results_of_one(encoder, data, tmp_path):

@@ -18,8 +18,6 @@ from encoders.load import load_encoder
 from frameworks import registry
 from frameworks.teacher import Teacher
 from models_vit import MICRO, VisionTransformer, vit_micro_patch4, vit_tiny_patch16
-from tests.runs import info_of_run
-from util.costs import count_gmac
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from util.run.files.checkpoint import save_checkpoint
 from util.run.files.record import CheckpointError
@@ -169,15 +167,6 @@ def test_the_statistics_in_a_file_win_over_timm_s(statistics, pixels, tmp_path):
         "std": pytest.approx(statistics.get("std", IMAGENET_STD)),
     }
     assert f"are those of '{path}'" in encoder.notes[0]
-
-
-@pytest.mark.parametrize("epoch", [2.5, 100])
-def test_an_unfinished_encoder_is_named(tmp_path, epoch):
-    model = vit_tiny_patch16(img_size=32, global_pool="token")
-    info = info_of_run(5, epoch=epoch, settings={"model": "vit_tiny_patch16", "epochs": 100})
-    path = save_checkpoint(tmp_path, 5, {"model": model.state_dict()}, info.to_json())
-    notes = "\n".join(open_encoder(path).notes)
-    assert ("is not finished: it is at step 5, epoch 2.5 of 100" in notes) == (epoch < 100)
 
 
 @pytest.mark.parametrize(
@@ -378,13 +367,6 @@ def test_folded_heads_equal_explicit_ones_in_value_and_gradient(dim, num_heads):
         assert theirs.abs().max() > 1e-6
 
 
-def test_linear_heads_are_linear():
-    grid = randomised_grid(LinearHead, 12)
-    x = torch.randn(4, 12, dtype=torch.float64)
-    for head, logits in zip(grid.heads, grid(x), strict=True):
-        assert_close(logits, F.linear(x, head.weight, head.bias))
-
-
 def train(grid, x, labels):
     """Twenty steps; the loss is the mean over images and heads. AdamW does not see its scale, but for epsilon."""
     optimizer = torch.optim.AdamW(grid.parameter_groups(2.0), betas=(0.9, 0.95))
@@ -436,17 +418,6 @@ def test_groups_of_the_optimizer_hold_every_parameter_once_and_decay_no_bias():
             assert settings[f"heads.{i}.{name}"] == (4 * lr, weight_decay)
         for name in ("value_bias", "bias"):
             assert settings[f"heads.{i}.{name}"] == (4 * lr, 0.0)
-
-
-def test_the_sizes_and_the_cost_of_capi_s_heads():
-    """Without the bias of the keys. Folding the key matrices comes once a batch, not an image."""
-    with torch.device("meta"):
-        grid = HeadGrid(AttentiveHead, 768, 1000, [(1.0, 0.0)] * 30)
-        x = torch.empty(1, 196, 768)
-    for head in grid.heads:
-        num_parameters = sum(parameter.numel() for parameter in head.parameters())
-        assert num_parameters == 768 + 2 * 768**2 + 768 + 769_000
-    assert count_gmac(lambda: grid(x)) < 0.03 * 17.56 * 1.5
 
 
 def test_first_weights_are_small_and_equal():

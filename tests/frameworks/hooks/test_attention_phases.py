@@ -309,13 +309,6 @@ def test_a_signal_while_maps_are_made_loses_nothing(photos, whole, tmp_path, mon
     assert_same_state(pretrain(photos, tmp_path / "parts", *FLAGS), state(whole))
 
 
-def test_maps_of_other_images_are_refused_before_the_first_step(photos, tmp_path, capsys):
-    pretrain(photos, tmp_path / "out", *FLAGS, "--max_steps", 8)
-    np.save(maps_path(tmp_path / "out", 1), np.zeros((23, 8, 8), np.float16))
-    message = pretrain.refused(capsys, photos, tmp_path / "out", *FLAGS)
-    assert "holds attention maps [23, 8, 8] in float16, but this run needs [24, 8, 8]" in message
-
-
 def test_two_processes_draw_as_one(photos, tmp_path):
     """Through torchrun with accumulation and workers: the same losses and maps."""
     flags = pretrain.command(photos, tmp_path / "two", *AMT, "--batch_size", 4, "--num_workers", 1)

@@ -358,15 +358,6 @@ def test_a_mark_that_no_measured_image_has_is_said(tmp_path, nodata, is_found):
     assert not (is_found and others)
 
 
-def test_a_mask_that_is_nowhere_0_is_said(tmp_path):
-    arrays = [pixels(5, "uint16", seed=i).clip(1) for i in range(3)]
-    declared = InvalidPixels(mask_band=-1)
-    for is_found in (False, True):
-        arrays[2][0, 0, -1] -= is_found * arrays[2][0, 0, -1]
-        images = open_images("folder", save_arrays(tmp_path, *arrays), in_chans=4, invalid=declared)
-        assert any("--mask_band -1" in note for note in measure_statistics(images).remarks) != is_found
-
-
 def test_a_band_without_valid_pixels_has_no_statistics(tmp_path):
     arrays = [pixels(3, "uint16", seed=i) for i in range(3)]
     for array in arrays:

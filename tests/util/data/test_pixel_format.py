@@ -26,7 +26,6 @@ from util.run.files.record import CheckpointInfo
 tifffile = pytest.importorskip("tifffile")
 
 DTYPES = ["uint8", "uint16", "float32"]
-U16 = PixelFormat(5, "uint16")
 UNIT = {"uint8": 255, "uint16": 65535, "float32": 1}
 
 
@@ -193,10 +192,6 @@ def test_a_packed_folder_is_the_folder(tmp_path):
 
 def write_turned(path, array):
     write_tiff(path, array, extratags=[(274, "H", 1, 6, True)])
-
-
-def write_twice(path, array):
-    tifffile.imwrite(path, np.stack([array] * 2), photometric="rgb")
 
 
 def write_ome(path, array):

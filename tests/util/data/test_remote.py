@@ -35,7 +35,7 @@ from util.data.folders import MissingSplit
 from util.data.http_store import HttpStore, refuse_plain_text
 from util.data.images import ImageError
 from util.data.open import open_images
-from util.data.tars import CHECKSUM, INDEX, read_index, write_index
+from util.data.tars import INDEX
 from util.urls import data_path, redact
 
 
@@ -226,19 +226,6 @@ def test_no_more_bytes_are_read_ahead_than_allowed(packed, server, monkeypatch):
     monkeypatch.setattr(ours.storage, "_begin_reads", begin)
     assert read_all(ours) == [open_images("folder", packed).read(i) for i in range(24)]
     assert 0 < max(most) <= 3000
-
-
-def test_an_index_without_checksums_does_not_notice_changed_bytes(packed, server, tmp_path):
-    shutil.copytree(packed, tmp_path / "copy")
-    server.folder = tmp_path / "copy"
-    index = tmp_path / "copy" / "train" / INDEX
-    rows, content = read_index(index)
-    del rows[CHECKSUM]
-    names = rows["name"]
-    write_index(index, rows | {"name": names.view(f"S{names.shape[1]}")[:, 0]}, content)
-    ours = open_images("folder", server.url)
-    server.trouble = lambda number, name: "flip"
-    assert ours.read(5) != open_images("folder", packed).read(5)
 
 
 def test_the_index_is_copied_again_when_it_has_changed(labelled, server, tmp_path, monkeypatch):

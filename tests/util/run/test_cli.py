@@ -11,11 +11,9 @@ import pytest
 
 from util.run.cli import (
     Parser,
-    early_value,
     parse_with_recipe,
     prepare_file,
     user_errors,
-    with_dashes,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -101,19 +99,6 @@ def test_the_command_wins_over_the_recipe_and_the_recipe_over_defaults():
 def test_a_recipe_of_unknown_flags_is_refused():
     with pytest.raises(SystemExit, match="2"):
         parse_with_recipe(make_parser(), {"odd": {"depth": 3}}, ["--recipe", "odd"])
-
-
-@pytest.mark.parametrize(
-    ("words", "value"),
-    [
-        (["--recipe", "a", "--recipe", "b"], "b"),
-        (["--recipe=a", "--recipes", "b"], "a"),
-        (["--other", "recipe"], None),
-        (["--recipe"], ""),
-    ],
-)
-def test_a_value_is_found_before_the_flags_are_known(words, value):
-    assert early_value(words, "recipe") == value
 
 
 @pytest.mark.parametrize(
@@ -247,11 +232,6 @@ def run_main(body, **options):
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=240, **options)
 
 
-def test_ctrl_c_ends_a_program_with_one_line_and_by_the_signal():
-    done = run_main("print('so far'); os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "so far\n", "x.py: interrupted\n")
-
-
 def test_ctrl_c_stops_a_loop_of_a_shell():
     """As on a terminal, the shell gets SIGINT, too. After a program with exit code 130 it would continue."""
     code = "from util.run.cli import run_program\nimport os, signal, time\ndef main():\n"
@@ -291,12 +271,6 @@ def test_a_closed_pipe_ends_a_program_silently():
     os.close(writer)
 
 
-def test_a_broken_pipe_to_something_else_is_an_error():
-    done = run_main("raise BrokenPipeError(32, 'a worker has gone')")
-    assert done.returncode == 1
-    assert "a worker has gone" in done.stderr
-
-
 @pytest.mark.parametrize(("outcome", "code"), [("False", 75), ("None", 0), ("True", 0), ("sys.exit(3)", 3)])
 def test_exit_codes(outcome, code):
     done = run_main(f"return {outcome}")
@@ -313,25 +287,6 @@ def test_why_a_path_cannot_be_written(tmp_path):
             prepare_file("--csv", path, [".csv", ".md"])
     with pytest.raises(OSError, match="file"):
         prepare_file("--csv", tmp_path / "file" / "b" / "new.csv")
-
-
-@pytest.mark.parametrize(
-    ("message", "said"),
-    [
-        ("mask_unit must divide the grid", "--mask_unit must divide the grid"),
-        ("0 <= throw_ratio < mask_ratio, got mask_ratio 2", "0 <= --throw_ratio < --mask_ratio, got --mask_ratio 2"),
-        ("--mask_unit 3 and no mask_units", "--mask_unit 3 and no mask_units"),
-        ("no image in 'data/mask_unit' of model 'mask_unit'", "no image in 'data/mask_unit' of model 'mask_unit'"),
-        ("the model is too large", "the model is too large"),  # a word
-        ("img_size 33 x 33 is not divisible", "--input_size 33 x 33 is not divisible"),
-    ],
-)
-def test_errors_spell_flags_with_dashes(message, said):
-    parser = Parser("x.py")
-    for name in ("mask_unit", "mask_ratio", "throw_ratio", "model", "input_size"):
-        parser.add_argument(f"--{name}")
-    assert with_dashes(message, parser) == said
-    assert with_dashes(message, Parser("y.py")) == message
 
 
 @pytest.mark.parametrize(

@@ -83,13 +83,6 @@ def test_an_incomplete_environment_is_an_error(scontrol, changes):
         slurm_environment(lacking | changes)
 
 
-def test_init_process_reads_the_environment_of_slurm(scontrol, monkeypatch):
-    for name, value in (JOB | {"SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "?"}).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="one of 2 tasks of srun"):
-        distributed.init_process("cpu")
-
-
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
 
 
@@ -113,28 +106,6 @@ def test_a_process_uses_its_own_gpu(monkeypatch, num_gpus, environment, chosen):
     else:
         with pytest.raises(ValueError, match=chosen):
             distributed.gpu_index(2, environment)
-
-
-@pytest.mark.parametrize(
-    ("device", "backend", "bound"),
-    [
-        ("cuda:2", "nccl", "cuda:2"),
-        ("cpu", "gloo", None),
-    ],
-)
-def test_nccl_connects_at_once_on_the_gpu_of_the_process(monkeypatch, device, backend, bound):
-    calls = []
-    stand_in = SimpleNamespace(
-        rendezvous=lambda *_, **__: iter([(dist.HashStore(),)]),
-        PrefixStore=lambda prefix, store: store,
-        init_process_group=lambda name, device_id, **_: calls.append((name, device_id and str(device_id))),
-        all_reduce=lambda tensor: None,
-        DistNetworkError=OSError,
-    )
-    monkeypatch.setattr(distributed, "dist", stand_in)
-    monkeypatch.replace_in(distributed, "torch.zeros", lambda *_, **__: None)
-    distributed.join_group(Process(torch.device(device)), 30, False)
-    assert calls == [(backend, bound)]
 
 
 def test_processes_with_other_devices_are_named():

@@ -1,6 +1,5 @@
 """What a run prints at its end, what happens between its steps, and how long they may take."""
 
-import gc
 import os
 import signal
 from argparse import Namespace
@@ -15,22 +14,6 @@ from util.run.processes.distributed import Process
 from util.run.start import run as run_module
 from util.run.train import meter
 from util.run.train.loop import TrainLoop
-from util.run.train.training import Training
-
-
-@pytest.mark.parametrize(
-    ("step", "last_step", "progress"),
-    [
-        (60, 60, "for 60 steps on 24 images"),
-        (20, 20, "for 20 steps of 60 on 24 images"),
-        (40, 20, "for 40 steps of 60 on 24 images"),
-        (60, 20, "for 60 steps on 24 images"),  # a finished run, started again with --max_steps 20
-    ],
-)
-def test_the_progress_is_that_of_the_run_not_that_of_its_last_start(step, last_step, progress):
-    steps = Namespace(step=step, last_step=last_step)
-    training = Namespace(loop=steps, images=range(24), schedule=Namespace(num_steps=60))
-    assert Training.progress(training) == progress
 
 
 def test_work_between_steps_does_not_count_as_training_time(photos, tmp_path, monkeypatch):
@@ -65,17 +48,6 @@ def test_a_signal_in_the_last_step_leaves_what_is_due_to_the_next_start(photos, 
     assert 6 not in evaluated_steps()
     assert main_pretrain.main(command) is True
     assert evaluated_steps()[-1] == 6
-
-
-def test_while_a_run_trains_cudnn_measures_its_kernels_and_garbage_collection_skips_the_set_up(
-    photos, tmp_path, before_step
-):
-    counts = []
-    before_step(1, lambda: counts.append(gc.get_freeze_count()))
-    pretrain(photos, tmp_path / "out")
-    assert counts[0] > 10_000
-    assert gc.get_freeze_count() < counts[0] / 10  # other programs in this process are not affected
-    assert torch.backends.cudnn.benchmark
 
 
 @pytest.mark.parametrize(

@@ -1,32 +1,9 @@
 """The summary at the start of a run, the progress bar, and reports across a resume."""
 
-import io
 import json
-import re
 from pathlib import Path
 
-from tests.patches import MonkeyPatch
-from util.run.train import logging
 from util.run.train.logging import RunLog
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_the_progress_bar_shows_the_epoch_and_the_latest_values(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.replace_in(logging, "sys.stderr", terminal)
-    log = RunLog(tmp_path, 2, 6, steps_per_epoch=3)
-    log.advance()
-    log.report(3, {"loss": 0.25}, "step 3", "loss 0.25")
-    log.advance()
-    log.report(4, {"loss": 0.5}, "step 4", "loss 0.5")
-    log.close()
-    shown = terminal.getvalue()
-    assert re.search(r"epoch 0:[^\r]*3/6", shown)
-    assert re.search(r"epoch 1:[^\r]*4/6[^\r]*loss 0\.5", shown)
 
 
 def test_a_resumed_run_reports_each_step_once(tmp_path: Path) -> None:
