@@ -90,21 +90,21 @@ def test_a_site_s_options_go_to_sbatch_as_they_are(tmp_path, options, sbatch, re
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "named"),
     [
-        ("main_train", "invalid choice: 'main_train'"),
-        ("--nodes 0 main_pretrain", "must be at least 1"),
-        ("--tasks_per_node 0 main_pretrain", "must be at least 1"),
-        ("--cluster local --nodes 2 main_pretrain", "--cluster local is one node, got --nodes 2"),
-        ("--timeout_min 10 main_pretrain", "--timeout_min 10 is too short for --signal_delay_s 300"),
-        ("main_pretrain --recipe nowhere", "unknown recipe 'nowhere'"),
-        ("main_pretrain --no_such_flag 3", "unknown flag --no_such_flag\n"),
-        ("main_pretrain --data_path https://me:secret@host/data", "a URL must hold no password or query"),
+        ("main_train", "main_pretrain"),
+        ("--nodes 0 main_pretrain", "--nodes"),
+        ("--tasks_per_node 0 main_pretrain", "--tasks_per_node"),
+        ("--cluster local --nodes 2 main_pretrain", "--nodes 2"),
+        ("--timeout_min 10 main_pretrain", "--timeout_min 10"),
+        ("main_pretrain --recipe nowhere", "nowhere"),
+        ("main_pretrain --no_such_flag 3", "--no_such_flag"),
+        ("main_pretrain --data_path https://me:secret@host/data", "password"),
     ],
 )
-def test_errors_come_before_the_queue(capsys, flags, message, tmp_path, monkeypatch):
+def test_errors_come_before_the_queue(capsys, flags, named, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert message in refused(capsys, submitit_launch.main, "--dry_run", *flags.split())
+    assert named in refused(capsys, submitit_launch.main, "--dry_run", *flags.split())
     assert not any(tmp_path.iterdir())
 
 

@@ -52,15 +52,16 @@ def test_batches_are_the_same_for_any_number_of_workers_and_from_any_start(photo
 
 def test_lists_of_bad_images_are_gathered_only_if_there_are_new_ones(photos, monkeypatch):
     gathered = []
-    monkeypatch.setattr(loader.collectives, "gather_objects", lambda value: gathered.append(value) or [value])
+    monkeypatch.setattr(loader.collectives, "gather_objects", lambda value: gathered.append(value) or [value, [7]])
     flags = torch.zeros(24, dtype=torch.uint8)
     lines = []
     bad_images = BadImages(FolderImages(photos), flags, 0.5, lines.append, before_error=lambda: None)
     for bad in ([], [3], [], [5], []):
         flags[bad] = 1
-        bad_images.report(bad_images.count())
-    assert gathered == [[3], [3, 5]]
-    assert len(lines) == 2
+        bad_images.report(bad_images.count() + 1)  # with that of the other rank
+    assert gathered == [[], [3], [3, 5]]
+    assert bad_images.known == {3, 5, 7}
+    assert len(lines) == 3
 
 
 @pytest.fixture
