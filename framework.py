@@ -132,7 +132,9 @@ class Framework(nn.Module):
         self.counts = self.count_tokens()
         num_cls_tokens = getattr(self, "num_cls_tokens", 1)
         if num_cls_tokens > 1 and not self.many_cls_tokens:
-            raise ValueError(f"{type(self).__name__} is made for one class token, got {num_cls_tokens}")
+            raise ValueError(
+                f"{type(self).__name__} is made for one class token, got {num_cls_tokens}, registers included"
+            )
 
     def count_tokens(self) -> TokenCounts:
         """Returns how many tokens are visible, retained and thrown. `throw_ratio` is a share of all tokens."""
@@ -166,9 +168,11 @@ class Framework(nn.Module):
     def embed_visible(self, patches: Tensor, order: TokenOrder) -> Tensor:
         """Embeds the visible ones of all patches [B, N, p*p*C], with positions. Returns [B, num_visible, D].
 
-        It is for encoders that have a table of positions.
+        It is for encoders that have a table of positions, or rotate by them.
         """
         tokens = self.patch_embed(order.take_visible(patches))
+        if self.pos_embed is None:
+            return tokens
         return tokens + order.take_visible(self.patch_positions)
 
     def supervised(self, order: TokenOrder) -> Tensor:

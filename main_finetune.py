@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from encoders.classifiers import MODELS, build_classifier, plain_size
-from encoders.load import load_encoder
+from encoders.classifiers import MODELS, NAMES, build_classifier, plain_size
+from encoders.load import load_encoder, read_traits
 from encoders.trained import Trained, load, note_on_view
 from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
@@ -386,6 +386,7 @@ def describe_model(
         "input_size": plain_size(model.img_size),
         "patch_size": model.patch_size,
         "cls_token_is_folded": is_folded,
+        **getattr(model, "traits", {}),
     }
     return RunFacts(statistics, settings, val_images, classes)
 
@@ -434,7 +435,8 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         statistics = run.pixel_statistics(images)
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
-        model = build_classifier({**vars(args), "nb_classes": len(classes)})
+        traits = read_traits(run.encoder, run.resumed) if args.model in NAMES["models_vit"] else {}
+        model = build_classifier({**vars(args), "nb_classes": len(classes), **run.unless_chosen(traits)})
         merging = args.first_release_merging
         load_weights = partial(load_encoder, model, classes=classes, first_release_merging=merging)
         run.load_encoder(load_weights, note_without="no --finetune: training from scratch")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import monitor
-from encoders.load import load_blocks
+from encoders.load import load_blocks, read_traits
 from engine_pretrain import forward_backward, train_one_epoch
 from framework import Flag, Framework, PixelFramework
 from frameworks.hooks.pictures import Pictures
@@ -259,6 +259,7 @@ def describe_model(model: Framework, statistics: Statistics) -> RunFacts:
         if file.fingerprint is not None:
             files[flag] = file.fingerprint
     settings = {"input_size": model.img_size, "patch_size": model.patch_size, **model.own_settings()}
+    settings |= getattr(model, "traits", {})
     return RunFacts(statistics, settings, files=files)
 
 
@@ -342,7 +343,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
 
         torch.backends.cudnn.benchmark = True  # shapes are static
         torch.manual_seed(args.seed)  # the same initial weights on every rank
-        model = build_model(vars(args)).to(run.process.device)
+        model = build_model({**vars(args), **run.unless_chosen(read_traits(run.encoder, run.resumed))})
+        model = model.to(run.process.device)
         model.use_statistics(*statistics)
         for file in model.named_files().values():
             run.note(file.origin)

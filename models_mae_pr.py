@@ -86,7 +86,7 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
     def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
         """Encodes the visible ones of all patches [B, N, p*p*C]. Returns [B, P + num_visible, D], class token first."""
         tokens = self.embed_visible(patches, order)
-        return self.norm(self.encode(tokens))
+        return self.norm(self.encode(tokens, self.rotation(order.ids_visible)))
 
     def forward_decoder(self, latent: Tensor, order: TokenOrder, all_tokens: bool = False) -> Tensor:
         """Predicts the supervised tokens, or all, from the latent. Returns [B, n, p*p*C] in token order."""

@@ -12,7 +12,7 @@ fine-tuned. State-dict names are those of MAE's releases and of timm's `VisionTr
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,8 @@ from torch.nn import functional as F
 
 from util.attention import self_attention, split_heads
 from util.lazy import LazyModule
-from util.pos_embed import height_and_width, position_table, table_for_grid
+from util.pos_embed import height_and_width, position_table, rotary_table, rotate, table_for_grid
+from util.tokens import take_tokens
 
 timm_layers = LazyModule("timm.layers")
 
@@ -142,7 +143,10 @@ class PatchEmbed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention on a fused kernel, see `util.attention`."""
+    """Multi-head self-attention on a fused kernel, see `util.attention`.
+
+    rotation: of queries and keys, see `util.pos_embed.rotate`.
+    """
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -153,12 +157,18 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(self_attention(self.qkv(x), self.num_heads))
+    def forward(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
+        return self.proj(self_attention(self.rotated_qkv(x, rotation), self.num_heads))
 
-    def cls_attention(self, x: Tensor) -> Tensor:
+    def rotated_qkv(self, x: Tensor, rotation: Tensor | None) -> Tensor:
+        qkv = self.qkv(x)
+        if rotation is None:
+            return qkv
+        return rotate(qkv, rotation, self.num_heads)
+
+    def cls_attention(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
         """Returns how much the first token of x [B, 1 + n, C] attends to the others, [B, heads, n]."""
-        q, k, _ = split_heads(self.qkv(x), self.num_heads)
+        q, k, _ = split_heads(self.rotated_qkv(x, rotation), self.num_heads)
         return attention_of_first(q, k)
 
 
@@ -193,13 +203,13 @@ class Block(nn.Module):
         self.mlp = timm_layers.Mlp(dim, int(dim * mlp_ratio))
         self.drop_path = make_drop_path(drop_path)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop_path(self.attn(self.norm1(x)))
+    def forward(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
+        x = x + self.drop_path(self.attn(self.norm1(x), rotation))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
-    def cls_attention(self, x: Tensor) -> Tensor:
+    def cls_attention(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
         """Returns how much the class token attends to the patches in this block, [B, heads, n] for x [B, 1 + n, C]."""
-        return self.attn.cls_attention(self.norm1(x))
+        return self.attn.cls_attention(self.norm1(x), rotation)
 
 
 def make_drop_path(rate: float) -> nn.Module:
@@ -289,7 +299,10 @@ def drop_path_rates(last: float, depth: int) -> list[float]:
 
 
 class PositionedEncoder(PatchEncoder):
-    """What ViTs with a position table share. A subclass makes `pos_embed` [1, P + N, D], `blocks` and `norm`."""
+    """What ViTs with a position table share. A subclass makes `pos_embed` [1, P + N, D], `blocks` and `norm`.
+
+    `pos_embed` may be None if the blocks rotate queries and keys: see `rotation`.
+    """
 
     def __init__(self, sizes: ViTSizes, num_cls_tokens: int = 1) -> None:
         super().__init__(sizes, num_cls_tokens)
@@ -304,28 +317,39 @@ class PositionedEncoder(PatchEncoder):
 
     def embed(self, imgs: Tensor) -> Tensor:
         """Embeds all patches of images [B, C, H, W], with their positions. Returns [B, N, D]."""
-        return self.patch_embed(self.patchify(imgs)) + self.patch_positions
+        tokens = self.patch_embed(self.patchify(imgs))
+        if self.pos_embed is None:
+            return tokens
+        return tokens + self.patch_positions
 
-    def encode(self, tokens: Tensor) -> Tensor:
-        """Runs the blocks on embedded tokens with positions [B, n, D].
+    def rotation(self, ids: Tensor | None = None) -> Tensor | None:
+        """Returns how queries and keys of class tokens and of the patches `ids` [B, n] are rotated, or None.
+
+        ids: raster numbers; by default all patches. See `util.pos_embed.rotate`.
+        """
+        return None
+
+    def encode(self, tokens: Tensor, rotation: Tensor | None = None) -> Tensor:
+        """Runs the blocks on embedded tokens with positions [B, n, D], which have this rotation.
 
         Returns [B, P + n, D], class tokens first, before the final norm.
         """
         x = self.prepend_cls_token(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, rotation)
         return x
 
     def prepend_cls_token(self, tokens: Tensor) -> Tensor:
         """Puts the class tokens, with their positions, before the tokens [B, n, D]. Returns [B, P + n, D]."""
         cls_token = self.cls_token_mlp(self.cls_token)
-        cls_token = cls_token + self.pos_embed[:, : self.num_cls_tokens]
+        if self.pos_embed is not None:
+            cls_token = cls_token + self.pos_embed[:, : self.num_cls_tokens]
         cls_token = cls_token.expand(tokens.shape[0], -1, -1)
         return torch.cat([cls_token, tokens], dim=1)
 
     def forward_features(self, imgs: Tensor) -> Tensor:
         """Computes features [B, P + N, D] of normalised images [B, C, H, W], class tokens first, after the norm."""
-        return self.norm(self.encode(self.embed(imgs)))
+        return self.norm(self.encode(self.embed(imgs), self.rotation()))
 
     def cls_attention(self, imgs: Tensor) -> Tensor:
         """Returns how much the first class token attends to the patches in the last block, float [B, heads, N].
@@ -333,9 +357,10 @@ class PositionedEncoder(PatchEncoder):
         imgs: normalised images [B, C, H, W], of which all patches are visible.
         """
         x = self.prepend_cls_token(self.embed(imgs))
+        rotation = self.rotation()
         for block in self.blocks[:-1]:
-            x = block(x)
-        attention = self.blocks[-1].cls_attention(x)  # to other class tokens, too
+            x = block(x, rotation)
+        attention = self.blocks[-1].cls_attention(x, rotation)  # to other class tokens, too
         return attention[..., self.num_cls_tokens - 1 :]
 
 
@@ -344,6 +369,9 @@ class ViTEncoder(PositionedEncoder):
 
     num_cls_tokens: P; MAE has one.
     learned_pos_embed: train the position table from random numbers. By default it is a frozen sine-cosine table.
+    registers: all class tokens but the first are registers, which no head reads.
+    rotary: rotate queries and keys by the places of their patches, as DINOv3, instead of a position table.
+    norm_eps: epsilon of the LayerNorms.
     sizes: the fields of `ViTSizes`.
     """
 
@@ -351,18 +379,54 @@ class ViTEncoder(PositionedEncoder):
         self,
         num_cls_tokens: int = 1,
         learned_pos_embed: bool = False,
+        registers: bool = False,
+        rotary: bool = False,
+        norm_eps: float = 1e-6,
         **sizes: Any,
     ) -> None:
         vit = ViTSizes(**sizes)
         super().__init__(vit, num_cls_tokens)
         self.learned_pos_embed = learned_pos_embed
-        self.pos_embed = position_table(vit.embed_dim, self.grid_size, num_cls_tokens, learned_pos_embed)
+        self.registers = registers
+        self.rotary = rotary
+        self.norm_eps = norm_eps
+        self.pos_embed: nn.Parameter | None = None
+        if not rotary:
+            self.pos_embed = position_table(vit.embed_dim, self.grid_size, num_cls_tokens, learned_pos_embed)
         self.blocks = nn.ModuleList()
         for drop_path in vit.drop_path_rates:
             self.blocks.append(Block(vit.embed_dim, vit.num_heads, vit.mlp_ratio, drop_path))
         self.norm = layer_norm(vit.embed_dim)
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.eps = norm_eps
         init_weights(self)
         nn.init.normal_(self.cls_token, std=0.02)
+
+    @property
+    def traits(self) -> dict[str, Any]:
+        """The values of `TRAITS` that are not MAE's."""
+        return traits_in(vars(self))
+
+    def rotation(self, ids: Tensor | None = None) -> Tensor | None:
+        if not self.rotary:
+            return None
+        dtype = torch.promote_types(self.cls_token.dtype, torch.float32)
+        width = self.embed_dim // self.blocks[0].attn.num_heads
+        table = rotary_table(width, self.grid_size, self.cls_token.device, dtype)
+        if ids is not None:
+            table = take_tokens(table, ids)
+        unrotated = rotary_table(width, (1, 1), table.device, dtype)  # the centre is the origin
+        return torch.cat([unrotated.expand(len(table), self.num_cls_tokens, -1), table], dim=1)
+
+
+# Arguments of a ViT that follow from its first weights, with MAE's values. See `from_dino` in `encoders.names`.
+TRAITS: dict[str, Any] = {"num_cls_tokens": 1, "registers": False, "rotary": False, "norm_eps": 1e-6}
+
+
+def traits_in(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of `TRAITS` in some settings that are not MAE's."""
+    return {name: settings[name] for name, default in TRAITS.items() if settings.get(name) not in (None, default)}
 
 
 def check_pool(model: nn.Module, global_pool: str) -> None:
@@ -375,7 +439,8 @@ class Classifier(nn.Module):
     """Pooling, head, and freezing of all but the last blocks: turns an encoder into a classifier.
 
     pools: what `global_pool` may be. `avg` takes the mean of the patch tokens and a new norm, `fc_norm`, instead of the
-        encoder's `norm`. `token` takes the class token after the encoder's norm, or the mean of several.
+        encoder's `norm`. `token` takes the class token after the encoder's norm, or the mean of several
+        that are no registers.
     frozen: modules that stay in eval mode. `freeze_all_but` sets them.
     cls_token_layer_decay: used by layer-wise learning-rate decay. If True, the class token gets the first layer's
         learning rate. If False, it gets the last layer's, as in TEC.
@@ -409,7 +474,7 @@ class Classifier(nn.Module):
         P = self.num_cls_tokens
         if self.global_pool == "avg":
             x = x[:, P:].mean(dim=1)
-        elif P == 1:
+        elif P == 1 or getattr(self, "registers", False):
             x = x[:, 0]
         else:
             x = x[:, :P].mean(dim=1)
@@ -477,7 +542,8 @@ class VisionTransformer(Classifier, ViTEncoder):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.pos_embed.requires_grad_(train_pos_embed)
+        if self.pos_embed is not None:
+            self.pos_embed.requires_grad_(train_pos_embed)
         if cls_token_mlp:
             self.cls_token_mlp = timm_layers.Mlp(self.embed_dim, self.blocks[0].mlp.fc1.out_features)
             init_weights(self.cls_token_mlp)

@@ -23,7 +23,7 @@ from util.data.folders import MissingSplit
 from util.data.images import Images, evenly_spaced, has_one_label, match_splits
 from util.data.open import open_everywhere
 from util.data.transforms import ResizeCenterCrop
-from util.evaluate.features import Features, class_feature, extract_features, forward_blocks
+from util.evaluate.features import Features, class_feature, extract_features, forward_blocks, num_class_tokens
 from util.evaluate.knn import KnnProtocol, knn_accuracy
 from util.evaluate.loop import context_of_training
 from util.evaluate.moments import Moments, moments_of_all
@@ -64,14 +64,15 @@ def encode(model: Framework, imgs: torch.Tensor) -> dict[str, torch.Tensor]:
     both after the encoder's final norm. Encoders without a class token return "mean" alone. For several class tokens
     see `util.evaluate.features.class_feature`.
     """
-    num_cls_tokens = getattr(model, "num_cls_tokens", 0)
+    num_prefix = getattr(model, "num_cls_tokens", 0)
+    num_cls = num_class_tokens(model)
     last = len(getattr(model, "blocks", ()))
     # Several class tokens are read before the final norm.
-    x, outputs = forward_blocks(model, imgs, [last] if num_cls_tokens > 1 else [])  # [B, P + N, D]
+    x, outputs = forward_blocks(model, imgs, [last] if num_cls > 1 else [])  # [B, P + N, D]
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    features = {"mean": x[:, num_cls_tokens:].mean(dim=1)}
-    if num_cls_tokens:
-        features["cls"] = class_feature(x, outputs.get(last), num_cls_tokens)
+    features = {"mean": x[:, num_prefix:].mean(dim=1)}
+    if num_cls:
+        features["cls"] = class_feature(x, outputs.get(last), num_cls)
     return features
 
 

@@ -28,8 +28,8 @@ NAMES = {
     ],
 }
 MODELS = ByName(NAMES)  # {name: factory}
-# Flags that only plain ViTs have, with their defaults.
-VIT_FLAGS = {"train_pos_embed": True, "cls_token_mlp": False, "num_cls_tokens": 1}
+# Flags, and what follows from first weights, that only plain ViTs have, with their defaults.
+VIT_FLAGS = {"train_pos_embed": True, "cls_token_mlp": False, **models_vit.TRAITS}
 
 
 def plain_size(size: Sequence[int]) -> int | list[int]:

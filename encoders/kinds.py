@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import models_vit
-from encoders.names import Tensors
+from encoders.names import Q_BIAS, Tensors
 from util.pos_embed import BIAS_TABLE, grid_from_settings
 
 # {(width, depth): sizes of a factory of `models_vit`}
@@ -46,17 +46,25 @@ class Kind(NamedTuple):
 
 
 def read_sizes(weights: Tensors, settings: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Infers the sizes of a ViT with a position table. Without settings, width and depth tell the number of heads."""
-    kernel, table, cls_token, _, _ = need(
-        weights,
-        ["patch_embed.proj.weight", "pos_embed", "cls_token", "blocks.0.mlp.fc1.weight", "blocks.0.attn.qkv.weight"],
-        what,
-    )
+    """Infers the sizes of a ViT with a position table, or with rotary positions.
+
+    Without settings, width and depth tell the number of heads, and images of rotary positions have 224 pixels.
+    """
+    names = ["patch_embed.proj.weight", "cls_token", "blocks.0.mlp.fc1.weight", "blocks.0.attn.qkv.weight"]
+    is_rotary = settings.get("rotary", False)
+    if not is_rotary:
+        names.append("pos_embed")
+    kernel, cls_token, *_ = need(weights, names, what)
+    table = weights.get("pos_embed", cls_token)
     if kernel.ndim != 4 or kernel.shape[2] != kernel.shape[3] or table.ndim != 3:
         shapes = f"patch_embed.proj.weight is {list(kernel.shape)}, pos_embed {list(table.shape)}"
         raise ValueError(f"{what} holds no encoder of a known kind: {shapes}")
     num_cls_tokens = cls_token.shape[1]
-    grid = read_grid(settings, kernel.shape[2], table.shape[1] - num_cls_tokens, what)
+    if is_rotary:
+        side = 224 // kernel.shape[2]
+        grid = grid_from_settings(settings, kernel.shape[2]) or (side, side)
+    else:
+        grid = read_grid(settings, kernel.shape[2], table.shape[1] - num_cls_tokens, what)
     sizes = common_sizes(weights, grid, "blocks.0")
     sizes["depth"] = count_blocks(weights)
     sizes["num_heads"] = settings.get("num_heads")
@@ -66,6 +74,7 @@ def read_sizes(weights: Tensors, settings: Mapping[str, Any], what: str) -> dict
             known = ", ".join(map(str, VIT_SIZES))
             raise ValueError(f"{what} does not say its number of heads: (width, depth) is {size}, known are {known}")
         sizes["num_heads"] = VIT_SIZES[size]["num_heads"]
+    sizes |= models_vit.traits_in(settings)
     if num_cls_tokens > 1:
         sizes["num_cls_tokens"] = num_cls_tokens
     return sizes
@@ -173,6 +182,6 @@ def find_kind(weights: Mapping[str, Any]) -> Kind:
         return SWIN
     if any(name.endswith(BIAS_TABLE) for name in weights):
         return RELATIVE
-    if "blocks.0.attn.q_bias" in weights:
+    if Q_BIAS in weights:
         return ABSOLUTE
     return PLAIN

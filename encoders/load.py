@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from encoders.kinds import SWIN, Kind, find_kind
+from encoders.kinds import PLAIN, SWIN, Kind, find_kind
 from encoders.names import (
     CLS_TOKEN_MLP,
     COMPUTED_KEYS,
@@ -32,14 +32,16 @@ from encoders.names import (
     drop_prefix,
     find_origin,
     fold_cls_token,
+    from_dino,
+    is_gated,
     is_published_tec,
-    join_registers,
     swap_merging,
 )
 from encoders.resize import check_cls_tokens, fit_patch_embed, fit_tables, patch_size
+from models_vit import traits_in
 from util.pos_embed import BIAS_TABLE, grid_from_settings, height_and_width
 from util.run.files import checkpoint, search, strict
-from util.run.files.record import CheckpointError, CheckpointInfo
+from util.run.files.record import CheckpointError, CheckpointInfo, EncoderSource
 from util.text import shorten
 
 # Beginnings of an encoder's keys. Weights with such a key that the model lacks are those of another network. Positions
@@ -65,23 +67,41 @@ class Weights:
         return find_origin(self.raw)
 
     @cached_property
+    def converted(self) -> tuple[Tensors, dict[str, Any]]:
+        """The weights under the names here, and what they tell of their network: see `from_dino`."""
+        weights = self.origin.rename(self.raw)
+        if is_gated(weights):
+            raise CheckpointError(f"{str(self.path)!r} has gated MLPs (SwiGLU), which no encoder here has")
+        return from_dino(weights, grid_from_settings(self.info.settings, patch_size(weights)))
+
+    @property
     def tensors(self) -> Tensors:
         """The weights under the names here, which are those of MAE and timm."""
-        weights = self.origin.rename(self.raw)
-        grid = grid_from_settings(self.settings, patch_size(weights))
-        return join_registers(weights, grid)
+        return self.converted[0]
 
     @property
     def what(self) -> str:
         """Names the file and its origin in messages."""
         provenance = self.origin.name
-        if self.settings.get("model"):
-            provenance = f"made as {self.settings['model']}"
+        if self.info.settings.get("model"):
+            provenance = f"made as {self.info.settings['model']}"
         return f"{str(self.path)!r} ({provenance})"
 
-    @property
+    @cached_property
     def settings(self) -> dict[str, Any]:
-        return self.info.settings
+        """What the file says of its run or network, and its weights of their network."""
+        return {**self.converted[1], **self.info.settings}
+
+    @property
+    def traits(self) -> dict[str, Any]:
+        """Those arguments of a plain ViT that follow from its first weights: see `models_vit.TRAITS`."""
+        if self.kind is not PLAIN:
+            return {}
+        traits = dict(self.settings)
+        cls_token = self.tensors.get("cls_token")
+        if cls_token is not None and cls_token.ndim == 3:
+            traits["num_cls_tokens"] = cls_token.shape[1]
+        return traits_in(traits)
 
     @property
     def classes(self) -> list[str] | None:
@@ -155,6 +175,15 @@ def read(path: str | Path) -> Weights:
         part = checkpoint.read_checkpoint(file, is_verified)
         raw.update(part.weights)
     return Weights(path, raw, part.info)
+
+
+def read_traits(first: EncoderSource | None, resumed: CheckpointInfo | None) -> dict[str, Any]:
+    """Returns the arguments of a run's ViT that follow from its first weights, or that the resumed run has recorded."""
+    if resumed is not None:
+        return traits_in(resumed.settings)
+    if first is None:
+        return {}
+    return read(first.path).traits
 
 
 # --------------------------------------------------------------------------------------------------------------- load
@@ -303,6 +332,10 @@ def _fit(model: nn.Module, weights: Weights) -> _Fitted:
     tensors, remarks = _rename_for(model, weights)
     if weights.settings.get("model"):
         remarks.insert(0, f"made as {weights.settings['model']}")
+    if weights.settings.get("rotary") and not getattr(model, "rotary", False):
+        raise CheckpointError(
+            f"{weights.what} has rotary positions, as DINOv3, which this {type(model).__name__} has not"
+        )
     model_state = model.state_dict()
     if CLS_TOKEN_MLP in model_state and is_published_tec(weights.raw):
         model.cls_token_mlp = nn.Identity()
@@ -380,7 +413,10 @@ def _rename_for(model: nn.Module, weights: Weights) -> tuple[Tensors, list[str]]
         tensors = fold_cls_token(tensors)
         remarks.append("the MLP on the class token is folded into the token")
     stored_eps = weights.settings.get("norm_eps")
-    model_eps = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
+    model_eps = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.LayerNorm) and not name.startswith("decoder"):
+            model_eps.add(module.eps)
     if stored_eps is not None and model_eps - {stored_eps}:
         here = ", ".join(map(str, model_eps))
         remarks.append(f"the file's config has LayerNorms with eps {stored_eps}, here eps is {here}")

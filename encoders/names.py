@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from util.pos_embed import BIAS_TABLE
+
 Tensors = dict[str, torch.Tensor]
 
+Q_BIAS = "blocks.0.attn.q_bias"  # of SimMIM's ViT, and of DINOv3 in timm
 CLS_TOKEN_MLP = "cls_token_mlp.fc1.weight"  # of TEC
 COMPUTED_KEYS = ("relative_position_index", "attn_mask")  # endings of buffers that a model computes itself
 
@@ -87,7 +90,7 @@ def from_localmim(weights: Tensors) -> Tensors:
     return {name: value for name, value in renamed.items() if not is_inner(name)}
 
 
-# Transformers' ViT and ViTMAE, version 4 and 5. The first rows undo what version 5 has renamed in memory.
+# Transformers' ViT, ViTMAE and DINO, version 4 and 5. The first rows undo what version 5 has renamed in memory.
 _TRANSFORMERS = (
     (r"\.attention\.([qkv])_proj\.", r".attn.\1."),
     (r"\.attention\.o_proj\.", ".attn.proj."),
@@ -98,18 +101,22 @@ _TRANSFORMERS = (
     (r"\.layernorm_before\.", ".norm1."),
     (r"\.layernorm_after\.", ".norm2."),
     (r"^(?:vit\.)?embeddings\.cls_token$", "cls_token"),
+    (r"^embeddings\.register_tokens$", "reg_token"),
     (r"^(?:vit\.)?embeddings\.position_embeddings$", "pos_embed"),
-    (r"^(?:vit\.)?embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
+    (r"^(?:vit\.)?embeddings\.patch_embeddings\.(?:projection\.)?", "patch_embed.proj."),
+    (r"\.layer_scale([12])\.lambda1$", r".ls\1.gamma"),
+    (r"\.mlp\.up_proj\.", ".mlp.fc1."),
+    (r"\.mlp\.down_proj\.", ".mlp.fc2."),
     (r"^decoder\.decoder_(?:encoder\.layer|layers)\.", "decoder_blocks."),
     (r"^decoder\.", ""),
-    (r"^(?:vit\.)?(?:encoder\.layer|layers)\.", "blocks."),
+    (r"^(?:vit\.|model\.)?(?:(?:encoder\.)?layer|layers)\.", "blocks."),
     (r"^(?:vit\.)?layernorm\.", "norm."),
     (r"^classifier\.", "head."),
 )
 
 
 def from_transformers(weights: Tensors) -> Tensors:
-    """Returns the weights of Transformers' ViT or ViTMAE under the names of MAE's releases."""
+    """Returns the weights of Transformers' ViT, ViTMAE or DINO under the names of MAE's releases and timm."""
     renamed = rename(weights, _TRANSFORMERS)
     query_keys = [key for key in renamed if key.endswith(".attn.q.weight")]
     for key in query_keys:
@@ -170,26 +177,97 @@ def find_origin(names: Iterable[str]) -> Origin:
 # -------------------------------------------------------------------------------------------- weights that are changed
 
 
-def join_registers(weights: Tensors, grid: tuple[int, int] | None) -> Tensors:
-    """Returns the weights with timm's register tokens as further class tokens, if they have positions as these have.
+def is_gated(weights: Mapping[str, torch.Tensor]) -> bool:
+    """Returns whether the MLPs are gated (SwiGLU), as in DINOv2's giant and some of DINOv3."""
+    if any(re.search(r"\.mlp\.(?:w12|weights_in|gate_proj|fc1_g)\.", name) for name in weights):
+        return True
+    hidden = weights.get("blocks.0.mlp.fc1.weight")
+    output = weights.get("blocks.0.mlp.fc2.weight")
+    return hidden is not None and output is not None and len(hidden) == 2 * output.shape[1]
 
-    grid: of the tokens; square if it is None.
+
+_SCALE = re.compile(r"(blocks\.\d+)\.(?:ls|gamma_)([12])(?:\.gamma)?")  # a layer scale
+_SCALED = {"1": "attn.proj", "2": "mlp.fc2"}
+
+
+def from_dino(weights: Tensors, grid: tuple[int, int] | None) -> tuple[Tensors, dict[str, Any]]:
+    """Turns DINOv2, DINOv3 and DeiT III into plain ViTs. Returns (weights, arguments in which they differ from MAE's).
+
+    Layer scales are folded into the layers before them, registers become further class tokens, and class tokens without
+    positions get zeros. Without a table of positions they are DINOv3's. Other weights are returned as they are.
+
+    grid: of the tokens; square if it is None or does not fit.
     """
-    if not {"cls_token", "reg_token", "pos_embed"} <= weights.keys():
-        return weights
-    registers = weights["reg_token"]
-    num_tokens = weights["pos_embed"].shape[1] - 1 - registers.shape[1]  # if the registers have positions
-    if num_tokens < 1:
-        return weights
-    if grid is None:
-        expected = math.isqrt(num_tokens) ** 2
-    else:
-        expected = math.prod(grid)
-    if num_tokens != expected:
-        return weights
+    is_simmim = any(name.endswith(BIAS_TABLE) for name in weights) or {"pos_embed", Q_BIAS} <= weights.keys()
+    if "cls_token" not in weights or weights["cls_token"].ndim != 3 or is_simmim:
+        return weights, {}
+    joined = rename(weights, [("^(?:register|storage)_tokens$", "reg_token")])
+    scales = {name: scale for name in joined if (scale := _SCALE.fullmatch(name))}
+    if scales:
+        joined.pop("mask_token", None)  # of another pre-training than MAE's
+    for name, scale in scales.items():
+        gamma = joined.pop(name).double()
+        layer = f"{scale[1]}.{_SCALED[scale[2]]}"
+        weight = joined[f"{layer}.weight"]
+        bias = joined[f"{layer}.bias"]
+        joined[f"{layer}.weight"] = (weight.double() * gamma.unsqueeze(1)).to(weight.dtype)
+        joined[f"{layer}.bias"] = (bias.double() * gamma).to(bias.dtype)
+    if scales and "reg_token" in joined and "pos_embed" not in joined:
+        return join_registers(without_key_bias(joined), grid, {"rotary": True, "norm_eps": 1e-5})
+    return join_registers(joined, grid, {}, may_lack_positions=bool(scales))
+
+
+def without_key_bias(weights: Tensors) -> Tensors:
+    """Returns DINOv3's weights with one bias for queries, keys and values, which is 0 for keys, or everywhere."""
+    merged = {name: value for name, value in weights.items() if not name.endswith((".bias_mask", "_bias"))}
+    for name, matrix in weights.items():
+        if name.endswith(".attn.qkv.weight"):
+            attention = name.removesuffix("qkv.weight")
+            query, key, value = matrix.new_zeros(len(matrix)).chunk(3)
+            if f"{attention}qkv.bias" in weights:
+                query, _, value = weights[f"{attention}qkv.bias"].chunk(3)
+            elif f"{attention}q_bias" in weights:
+                query = weights[f"{attention}q_bias"]
+                value = weights[f"{attention}v_bias"]
+            merged[f"{attention}qkv.bias"] = torch.cat([query, key, value])
+    return merged
+
+
+def join_registers(
+    weights: Tensors, grid: tuple[int, int] | None, traits: dict[str, Any], may_lack_positions: bool = False
+) -> tuple[Tensors, dict[str, Any]]:
+    """Makes registers further class tokens. Returns (weights, traits). See `from_dino`.
+
+    may_lack_positions: the table of positions may have none for class token and registers. Registers that have some are
+    no registers but class tokens, and they stay as they are if they do not.
+    """
     joined = drop_prefix(weights, "reg_token")
-    joined["cls_token"] = torch.cat([weights["cls_token"], registers], dim=1)
-    return joined
+    tokens = [weights["cls_token"]]
+    if "reg_token" in weights:
+        tokens.append(weights["reg_token"])
+    joined["cls_token"] = torch.cat(tokens, dim=1)
+    num_prefix = joined["cls_token"].shape[1]
+    has_registers = len(tokens) > 1
+    if "pos_embed" in weights:
+        table = weights["pos_embed"]
+        candidates = (num_prefix, 1, 0) if may_lack_positions else (num_prefix,)
+        matches = [rows for rows in candidates if is_grid(table.shape[1] - rows, grid)]
+        if not matches:
+            return weights, traits
+        rows = matches[0]
+        zeros = table.new_zeros(1, num_prefix - rows, table.shape[2])
+        joined["pos_embed"] = torch.cat([table[:, :rows], zeros, table[:, rows:]], dim=1)
+        has_registers = rows < num_prefix and has_registers
+    traits = dict(traits)
+    if has_registers:
+        traits["registers"] = True
+    return joined, traits
+
+
+def is_grid(num_tokens: int, grid: tuple[int, int] | None) -> bool:
+    if num_tokens < 1:
+        return False
+    return num_tokens == math.isqrt(num_tokens) ** 2 or (grid is not None and num_tokens == math.prod(grid))
 
 
 def fold_cls_token(weights: Tensors) -> Tensors:

@@ -29,8 +29,8 @@ def check_cls_tokens(
     model_number = model_state["cls_token"].shape[1]
     if number != model_number:
         raise CheckpointError(
-            f"{label} holds an encoder with {count_of(number, 'class token')}, this {class_name} has {model_number} "
-            f"(--num_cls_tokens {number})"
+            f"{label} holds an encoder with {count_of(number, 'class token')}, registers included, this {class_name} "
+            f"has {model_number}"
         )
 
 

@@ -111,13 +111,13 @@ class LocalMIMViT(Framework, ViTEncoder):
         tokens = self.embed_visible(self.patchify(imgs), order)
         return self.encode(tokens)
 
-    def encode(self, tokens: Tensor) -> list[Tensor]:
+    def encode(self, tokens: Tensor, rotation: Tensor | None = None) -> list[Tensor]:
         """Returns the outputs of the four levels after their norms, [B, 1 + n, D] each, class token first."""
         x = self.prepend_cls_token(tokens)
         norms = iter(self.norm)
         levels = []
         for i, block in enumerate(self.blocks):
-            x = block(x)
+            x = block(x, rotation)
             if i in self.taps:  # the norm is on a side branch; the next block takes x itself
                 norm = next(norms)
                 levels.append(norm(x))

@@ -51,13 +51,13 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
         self.proj_weights = nn.Parameter(torch.ones(len(self.fused_blocks), 1, 1, 1))
         init_weights(self.proj_layers)
 
-    def encode(self, tokens: Tensor) -> Tensor:
+    def encode(self, tokens: Tensor, rotation: Tensor | None = None) -> Tensor:
         """Runs the blocks on embedded tokens with positions [B, n, D], and mixes the levels to [B, 1 + n, D]."""
         x = self.prepend_cls_token(tokens)
         projections = iter(self.proj_layers)
         levels: list[Tensor] = []
         for i, block in enumerate(self.blocks):
-            x = block(x)
+            x = block(x, rotation)
             if i == len(self.blocks) - 1:
                 levels.append(x)
             elif i in self.fused_blocks:
@@ -72,7 +72,7 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
 
     def forward_features(self, imgs: Tensor) -> Tensor:
         """Returns the features of the last block alone, as the encoder is fine-tuned, [B, 1 + N, D] after the norm."""
-        return self.norm(super().encode(self.embed(imgs)))
+        return self.norm(super().encode(self.embed(imgs), self.rotation()))
 
     def no_weight_decay(self) -> set[str]:
         return {"cls_token", "decoder.mask_token"}  # as in the release: `proj_weights` decay

@@ -165,12 +165,12 @@ class TECViT(Framework, ViTEncoder):
         tokens = self.embed_visible(patches, order)
         return self.encode(tokens)
 
-    def encode(self, tokens: Tensor) -> Tensor:
+    def encode(self, tokens: Tensor, rotation: Tensor | None = None) -> Tensor:
         """Returns the fused outputs of all blocks on embedded tokens [B, n, D], [B, 1 + n, D], class token first."""
         x = self.prepend_cls_token(tokens)
         levels = []
         for block in self.blocks:
-            x = block(x)
+            x = block(x, rotation)
             levels.append(x)
         levels[-1] = self.norm(x)
         return self.encoder_adaptor(levels)

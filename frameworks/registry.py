@@ -9,6 +9,7 @@ from typing import Any
 
 from encoders.load import load_all, read
 from framework import Framework
+from models_vit import ViTEncoder, traits_in
 from prmim import METHOD_ARGUMENTS
 from util.data.pixel_format import declares_invalid
 from util.lazy import ByName
@@ -103,6 +104,8 @@ def build_model(settings: Mapping[str, Any], read_files: bool = True) -> Framewo
     for flag in class_of(name).flags:
         if settings.get(flag.name) is not None and (read_files or not flag.names_file):
             options[flag.name] = settings[flag.name]
+    if issubclass(class_of(name), ViTEncoder):
+        options |= traits_in(settings)
     for setting, option in {"patch_size": "patch_size", "drop_path": "drop_path_rate"}.items():
         if settings.get(setting) is not None:
             options[option] = settings[setting]

@@ -173,6 +173,8 @@ def _build_teacher(weights: Weights, img_size: tuple[int, int], patch_size: int)
     if weights.kind is not PLAIN:
         raise ValueError(f"{label} is {weights.kind.name}; a teacher must be a plain ViT")
     sizes = weights.sizes
+    if sizes.get("rotary"):
+        raise ValueError(f"{label} has rotary positions, as DINOv3; a teacher must have a table of positions")
     if sizes["patch_size"] != patch_size:
         raise ValueError(
             f"{label} cuts patches of {sizes['patch_size']} px, the student of {patch_size}: tokens must be the same"

@@ -67,6 +67,39 @@ def position_table(dim: int, grid_size: tuple[int, int], num_prefix: int, learne
     return nn.Parameter(table, requires_grad=learned)
 
 
+def rotary_table(
+    head_width: int,
+    grid_size: tuple[int, int],
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Returns the rotations of DINOv3 for the cells of a grid in raster order, [1, N, head_width].
+
+    The first half of the channels are cosines, the second sines of head_width / 2 angles: 2 pi y w_k, then 2 pi x w_k,
+    with w_k = 100^(-k / (head_width / 4)) and places y, x of the centres of cells from -1 to 1 over the image.
+    """
+    rows, columns = grid_size
+    exponents = torch.arange(head_width // 4, dtype=dtype, device=device) / (head_width // 4)
+    omega = 2 * math.pi * 100.0**-exponents
+    cells = torch.arange(rows * columns, device=device)
+    y = (cells // columns + 0.5).to(dtype) / rows * 2 - 1
+    x = (cells % columns + 0.5).to(dtype) / columns * 2 - 1
+    angles = torch.cat([y.unsqueeze(1) * omega, x.unsqueeze(1) * omega], dim=1)  # [N, head_width / 2]
+    return torch.cat([angles.cos(), angles.sin()], dim=1).unsqueeze(0)
+
+
+def rotate(qkv: Tensor, rotation: Tensor, num_heads: int) -> Tensor:
+    """Rotates queries and keys of a qkv layer's output [B, T, 3 C] by `rotation` [B or 1, T, head width].
+
+    Channel i of a head and channel i + half are a plane, which turns by angle i: see `rotary_table`.
+    """
+    cos, sin = rotation[:, :, None, None].chunk(2, dim=-1)  # [B, T, 1, 1, half]
+    halves = qkv.unflatten(-1, (3, num_heads, 2, -1))  # [B, T, 3, heads, 2, half]
+    first, second = halves[:, :, :2].unbind(-2)  # of queries and keys
+    rotated = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-2)
+    return torch.cat([rotated.to(qkv.dtype), halves[:, :, 2:]], dim=2).flatten(2)
+
+
 def list_empty_tables(weights: Mapping[str, Tensor]) -> list[str]:
     """Returns the names of the position tables that are zero everywhere; none if the positions are biases.
 

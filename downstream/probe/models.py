@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from encoders.load import ENCODER_KEYS, build, read, refuse_foreign
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import known_statistics
-from util.evaluate.features import class_feature, forward_blocks
+from util.evaluate.features import class_feature, forward_blocks, num_class_tokens
 from util.hub import hub_or_cache
 from util.lazy import LazyModule
 from util.run.files import checkpoint, search
@@ -137,13 +137,12 @@ def open_encoder(path: str | Path, input_size: int | None = None) -> FrozenEncod
         options["img_size"] = input_size
     encoder, report = build(weights, with_head=False, **options)
     source = identify_encoder(Path(weights.path), weights.info)
-    num_cls = getattr(encoder, "num_cls_tokens", 0)
     return FrozenEncoder(
         encoder,
         name=str(weights.path),
         img_size=encoder.img_size,
-        num_prefix=num_cls,
-        num_cls=num_cls,
+        num_prefix=getattr(encoder, "num_cls_tokens", 0),
+        num_cls=num_class_tokens(encoder),
         in_chans=encoder.in_chans,
         sha256=source.sha256,
         pixel_settings=weights.pixels,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from encoders.models_relative_vit import RelativeBlock
-from encoders.names import Tensors, rename
+from encoders.names import Tensors
 from models_vit import PositionedEncoder, ViTSizes, drop_path_rates, init_weights
 from models_vit import layer_norm as make_layer_norm
 from util.pos_embed import sincos_pos_embed
@@ -59,13 +59,9 @@ class DenseViT(PositionedEncoder):
         nn.init.normal_(self.cls_token, std=0.02)
 
     def adapt_weights(self, tensors: Tensors) -> Tensors:
-        """Returns an encoder's weights under the names here: no bias of keys, SimMIM's layer scales.
-
-        SimMIM has no position table; it becomes 0.
-        """
-        renamed = rename(tensors, [(r"\.ls([12])\.gamma$", r".gamma_\1")])
+        """Returns an encoder's weights under the names here: no bias of keys. SimMIM's positions become 0."""
         adapted = {}
-        for name, value in renamed.items():
+        for name, value in tensors.items():
             if name.endswith(".attn.qkv.bias"):
                 q_bias, _, v_bias = value.chunk(3)
                 adapted[name.replace("qkv.bias", "q_bias")] = q_bias

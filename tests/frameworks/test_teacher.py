@@ -139,7 +139,7 @@ MINI = vit_mini_patch4(global_pool="token").state_dict()
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        (MINI | {"blocks.0.ls1.gamma": torch.zeros(192)}, "this Teacher has no blocks.0.ls1.gamma"),
+        (MINI | {"blocks.0.attn.q_norm.weight": torch.zeros(64)}, "this Teacher has no blocks.0.attn.q_norm"),
         ({k: v for k, v in MINI.items() if k != "blocks.2.norm1.bias"}, r"missing: blocks\.2\.norm1\.bias"),
         (vit_micro_patch4(embed_dim=48).state_dict(), "does not say its number of heads"),
         (relative_vit_micro_patch4().state_dict(), "a teacher must be a plain ViT"),

@@ -91,6 +91,13 @@ def forward_blocks(network: nn.Module, imgs: Tensor, blocks: Sequence[int]) -> t
             hook.remove()
 
 
+def num_class_tokens(network: nn.Module) -> int:
+    """Returns how many tokens `class_feature` reads: without registers. 0: the network has no class token."""
+    if getattr(network, "registers", False):
+        return 1
+    return getattr(network, "num_cls_tokens", 0)
+
+
 def class_feature(x: Tensor, before_norm: Tensor | None, num_cls_tokens: int) -> Tensor:
     """Returns the class feature of each image [B, D]: one token after the norm, or the mean of several before the norm.
 

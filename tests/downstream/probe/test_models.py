@@ -172,7 +172,7 @@ def test_the_statistics_in_a_file_win_over_timm_s(statistics, pixels, tmp_path):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"init_values": 0.1}, "blocks.0.ls1.gamma"),
+        ({"qk_norm": True}, "blocks.0.attn.q_norm"),
         ({"reg_tokens": 4, "no_embed_class": True}, "reg_token"),
         ({"pre_norm": True}, "norm_pre.weight"),
     ],

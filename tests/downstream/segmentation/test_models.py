@@ -74,18 +74,6 @@ def test_a_new_backbone_computes_what_the_pretrained_vit_does(tmp_path):
     assert not torch.allclose(tokens_of(features), expected)
 
 
-def test_layer_scales_of_timm_load(tmp_path):
-    """Into blocks of another grid."""
-    weights = random_vit(img_size=24).state_dict()
-    for i in range(4):
-        weights[f"blocks.{i}.ls1.gamma"] = torch.full((12,), i + 2.0)
-    model = DenseViT(**SIZES)
-    report = load(model, weights, tmp_path)
-    assert report.resized == ["pos_embed"]
-    assert model.blocks[3].gamma_1.eq(5).all()
-    assert model.blocks[3].gamma_2.eq(1).all()
-
-
 def test_relative_positions_of_simmim_load(tmp_path):
     simmim = randomise(RelativeViTEncoder(**SIZES))
     model = DenseViT(**SIZES, final_norm=True)

@@ -42,7 +42,7 @@ def add_config(info: CheckpointInfo, path: Path) -> CheckpointInfo:
         if classes is None and isinstance(config.get("label_names"), list):
             classes = config["label_names"]
         return replace(info, settings={**view, **info.settings}, pixels=info.pixels or "uint8", classes=classes)
-    if config.get("model_type") not in ("vit", "vit_mae"):
+    if config.get("model_type") not in ("vit", "vit_mae", "dinov2", "dinov2_with_registers", "dinov3_vit"):
         return info
     if config.get("hidden_act", "gelu") != "gelu":
         raise CheckpointError(

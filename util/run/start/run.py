@@ -136,6 +136,10 @@ class Run:
             return 0
         return self.resumed.run.step
 
+    def unless_chosen(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the settings without those that the command or its recipe sets."""
+        return {name: value for name, value in settings.items() if name not in self.chosen}
+
     def note(self, *notes: str) -> None:
         """Keeps notes until the log opens."""
         self.notes += notes

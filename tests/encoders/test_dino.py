@@ -1,0 +1,274 @@
+"""Weights of DINOv2, DINOv3 and DeiT III, as their authors, timm and Transformers save them. All are random here."""
+
+import pytest
+import timm
+import torch
+from torch.testing import assert_close
+
+from downstream.probe.models import open_encoder
+from encoders.load import build, load_blocks, read
+from encoders.trained import load
+from models_mae_pr import MaskedAutoencoderViT
+from prmim import TokenOrder
+from tests.downstream.dense import detect, segment, write_shapes, write_stripes
+from tests.runs import assert_same_state, finetune, losses, pretrain, state
+from tests.test_models_mae_pr import orders
+from util.run.files.record import CheckpointError
+
+SIZES = dict(img_size=32, patch_size=8, embed_dim=96, depth=4, num_heads=3, num_classes=0)
+DINOV3 = dict(init_values=1.0, norm_layer=torch.nn.LayerNorm, use_fc_norm=False, dynamic_img_size=True)  # eps 1e-5
+DINOV3 |= dict(use_abs_pos_emb=False, use_rot_pos_emb=True, rope_type="dinov3", rope_temperature=100)
+DINOV3 |= dict(rope_rotate_half=True, num_reg_tokens=4)
+NETWORKS = {
+    "dinov2": ("VisionTransformer", dict(init_values=1.0)),
+    "dinov2_registers": ("VisionTransformer", dict(init_values=1.0, reg_tokens=4, no_embed_class=True)),
+    "deit3": ("VisionTransformer", dict(init_values=1.0, no_embed_class=True)),
+    "dinov3": ("Eva", dict(qkv_bias=False, **DINOV3)),
+    "dinov3_qkvb": ("Eva", dict(qkv_bias=True, **DINOV3)),
+}
+WITH_REGISTERS = dict(num_cls_tokens=5, registers=True)
+TRAITS = {
+    "dinov2": {},
+    "dinov2_registers": WITH_REGISTERS,
+    "deit3": {},
+    "dinov3": WITH_REGISTERS | dict(rotary=True, norm_eps=1e-5),
+    "dinov3_qkvb": WITH_REGISTERS | dict(rotary=True, norm_eps=1e-5),
+}
+
+
+@torch.no_grad()
+def randomized(network):
+    torch.manual_seed(3)
+    for name, value in network.named_parameters():
+        mean = float("norm" in name and name.endswith("weight"))
+        value.normal_(mean, 0.1)
+    return network.eval()
+
+
+def network_of(kind, **sizes):
+    class_name, options = NETWORKS[kind]
+    models = {"VisionTransformer": timm.models.VisionTransformer, "Eva": timm.models.Eva}
+    return randomized(models[class_name](**SIZES | options | sizes))
+
+
+def weights_of_meta(kind, network):
+    """The state dict under the names of Meta's files, with what else they hold."""
+    weights = dict(network.state_dict())
+    width = weights["cls_token"].shape[2]
+    weights["mask_token"] = torch.randn(1, width)
+    if kind == "dinov2_registers":
+        weights["register_tokens"] = weights.pop("reg_token")
+        position = torch.randn(1, 1, width)
+        weights["pos_embed"] = torch.cat([position, weights["pos_embed"]], dim=1)
+        weights["cls_token"] = weights["cls_token"] - position
+    if kind.startswith("dinov3"):
+        weights["storage_tokens"] = weights.pop("reg_token")
+        weights["rope_embed.periods"] = torch.randn(16)
+        for i in range(4):
+            block = f"blocks.{i}"
+            bias = weights.pop(f"{block}.attn.q_bias"), torch.ones(width), weights.pop(f"{block}.attn.v_bias")
+            weights[f"{block}.attn.qkv.bias"] = torch.cat(bias)  # that of keys is masked
+            mask = torch.ones(3 * width)
+            mask[width:-width] = 0
+            weights[f"{block}.attn.qkv.bias_mask"] = mask
+            for n in (1, 2):
+                weights[f"{block}.ls{n}.gamma"] = weights.pop(f"{block}.gamma_{n}")
+    return weights
+
+
+def images(size=(32, 32)):
+    return torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def assert_same_features(path, network, size):
+    """`network` computes the features of `path`, and gradients of pixels and of the patch embedding, in float64."""
+    weights = read(path)
+    model, report = build(weights, img_size=size)
+    assert not report.missing
+    model.double()
+    network.double()
+    found = images(size).requires_grad_()
+    expected = images(size).requires_grad_()
+    ours = model.forward_features(found)
+    theirs = network.forward_features(expected) if hasattr(network, "forward_features") else network(expected)[0]
+    assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # layer scales are folded in float32
+    weight = torch.randn_like(ours)
+    (ours * weight).sum().backward()
+    (theirs * weight).sum().backward()
+    assert_close(found.grad, expected.grad, rtol=1e-5, atol=1e-5)
+    return weights
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_features_and_gradients_of_timms_files(kind, tmp_path):
+    size = (32, 48) if kind.startswith("dinov3") else (32, 32)
+    network = network_of(kind, img_size=size)
+    torch.save(network.state_dict(), tmp_path / "timm.pth")
+    weights = assert_same_features(tmp_path / "timm.pth", network, size)
+    assert weights.traits == TRAITS[kind]
+
+
+@pytest.mark.parametrize("kind", ["dinov2", "dinov2_registers", "dinov3_qkvb"])
+def test_features_of_metas_files(kind, tmp_path):
+    network = network_of(kind)
+    torch.save(weights_of_meta(kind, network), tmp_path / "meta.pth")
+    weights = assert_same_features(tmp_path / "meta.pth", network, (32, 32))
+    assert weights.traits == TRAITS[kind]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("Dinov2", "dinov2"), ("Dinov2WithRegisters", "dinov2_registers"), ("DINOv3ViT", "dinov3")],
+)
+def test_features_of_transformers_folders(name, kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=96, num_hidden_layers=4, num_attention_heads=3, image_size=32, patch_size=8)
+    if "registers" in TRAITS[kind]:
+        sizes["num_register_tokens"] = 4
+    if kind == "dinov3":
+        sizes["intermediate_size"] = 384
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    network = randomized(getattr(transformers, f"{name}Model")(config))
+    network.save_pretrained(tmp_path)
+    weights = assert_same_features(tmp_path, network, (32, 32))
+    assert weights.traits == TRAITS[kind]
+
+
+def test_registers_are_no_class_tokens(tmp_path):
+    network = network_of("dinov2_registers")
+    torch.save(network.state_dict(), tmp_path / "timm.pth")
+    imgs = images().float()
+    features = open_encoder(tmp_path / "timm.pth").vectors(imgs)
+    expected = network.forward_features(imgs)
+    assert_close(features["4 cls"], expected[:, 0], rtol=1e-4, atol=1e-4)
+    assert_close(features["4 mean"], expected[:, 5:].mean(dim=1), rtol=1e-4, atol=1e-4)
+
+
+def slow_features(model, imgs, ids):
+    """The tokens of one image whose patches `ids` are visible, of a rotary ViT: token by token, head by head."""
+    width = model.embed_dim // 3
+    rows, columns = model.grid_size
+    patches = model.patchify(imgs)[0]
+    tokens = [*model.cls_token[0]]
+    places: list = [None] * len(tokens)
+    for i in ids.tolist():
+        tokens.append(model.patch_embed(patches[None, i : i + 1])[0, 0])
+        places.append(((i // columns + 0.5) / rows * 2 - 1, (i % columns + 0.5) / columns * 2 - 1))
+
+    def turn(vector, place):
+        if place is None:
+            return vector
+        turned = vector.clone()
+        for axis in (0, 1):
+            for k in range(width // 4):
+                angle = torch.tensor(2 * torch.pi * place[axis] / 100 ** (k / (width // 4)), dtype=torch.float64)
+                i = axis * (width // 4) + k
+                j = i + width // 2
+                turned[i] = vector[i] * angle.cos() - vector[j] * angle.sin()
+                turned[j] = vector[j] * angle.cos() + vector[i] * angle.sin()
+        return turned
+
+    x = torch.stack(tokens)
+    for block in model.blocks:
+        q, k, v = block.attn.qkv(block.norm1(x)).chunk(3, dim=1)
+        heads = []
+        for head in range(3):
+            part = slice(head * width, (head + 1) * width)
+            queries = torch.stack([turn(vector, place) for vector, place in zip(q[:, part], places, strict=True)])
+            keys = torch.stack([turn(vector, place) for vector, place in zip(k[:, part], places, strict=True)])
+            attention = (queries @ keys.T / width**0.5).softmax(dim=1)
+            heads.append(attention @ v[:, part])
+        x = x + block.attn.proj(torch.cat(heads, dim=1))
+        x = x + block.mlp(block.norm2(x))
+    return model.norm(x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("throw_ratio", [0.0, 0.5])
+def test_visible_tokens_are_rotated_by_their_places(throw_ratio, tmp_path):
+    torch.save(network_of("dinov3_qkvb").state_dict(), tmp_path / "timm.pth")
+    weights = read(tmp_path / "timm.pth")
+    sizes = weights.sizes | dict(img_size=(32, 48))
+    model = MaskedAutoencoderViT(**sizes, decoder_embed_dim=32, decoder_depth=1, throw_ratio=throw_ratio)
+    load_blocks(model, weights)
+    model.double()
+    imgs = images((32, 48))
+    order = TokenOrder(orders(model, 2), model.counts)
+    latent = model.forward_encoder(model.token_pixels(imgs), order)
+    for i in range(2):
+        assert_close(latent[i], slow_features(model, imgs[i : i + 1], order.ids_visible[i]), rtol=1e-9, atol=1e-9)
+
+
+def test_gated_mlps_are_refused_by_name(tmp_path):
+    weights = network_of("dinov2").state_dict()
+    weights["blocks.0.mlp.fc1.weight"] = torch.zeros(768, 96)
+    torch.save(weights, tmp_path / "giant.pth")
+    with pytest.raises(CheckpointError, match="SwiGLU"):
+        build(read(tmp_path / "giant.pth"))
+
+
+# ------------------------------------------------------------------------------------------------------------- programs
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """{kind: file}, of patches of 4 pixels."""
+    folder = tmp_path_factory.mktemp("dino")
+    paths = {}
+    for kind in ("dinov2", "dinov2_registers", "dinov3_qkvb"):
+        paths[kind] = folder / f"{kind}.pth"
+        torch.save(weights_of_meta(kind, network_of(kind, patch_size=4)), paths[kind])
+    return paths
+
+
+@pytest.mark.parametrize("model", ["mae_vit_micro_patch4", "mff_vit_micro_patch4"])
+@pytest.mark.parametrize("kind", ["dinov2_registers", "dinov3_qkvb"])
+def test_from_a_file_to_a_fine_tuned_classifier(kind, model, files, labelled, tmp_path):
+    """The network follows from the file, and a stopped run needs it no longer."""
+    flags = ["--model", model, "--input_size", 24, 32]
+    pretrain(labelled, tmp_path / "whole", *flags, "--pretrained", files[kind])
+    copy = tmp_path / "copy.pth"
+    copy.write_bytes(files[kind].read_bytes())
+    pretrain(labelled, tmp_path / "parts", *flags, "--pretrained", copy, "--max_steps", 3)
+    copy.unlink()
+    pretrain(labelled, tmp_path / "parts", *flags, "--pretrained", copy)
+    assert_same_state(state(tmp_path / "parts"), state(tmp_path / "whole"))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    encoder = load(tmp_path / "parts").model
+    assert encoder.traits == TRAITS[kind]
+    assert open_encoder(tmp_path / "parts").num_cls == 1
+    finetune(labelled, tmp_path / "tuned", "--finetune", tmp_path / "parts", "--max_steps", 3, "--global_pool", "token")
+    finetune(labelled, tmp_path / "tuned", "--finetune", tmp_path / "parts", "--global_pool", "token")
+    classifier = load(tmp_path / "tuned").model
+    assert classifier.traits == TRAITS[kind]
+    imgs = torch.randn(2, 3, 32, 32)
+    assert_close(classifier(imgs), classifier.head(classifier.forward_features(imgs)[:, 0]))
+
+
+def test_others_refuse_what_they_cannot_be(files, labelled, tmp_path, capsys):
+    path = files["dinov3_qkvb"]
+    for model in ("localmim_vit_micro_patch4", "crossmae_vit_micro_patch4"):
+        message = pretrain.refused(capsys, labelled, tmp_path, "--model", model, "--pretrained", path)
+        assert "one class token, got 5" in message
+    message = pretrain.refused(
+        capsys, labelled, tmp_path, "--model", "tec_vit_micro_patch4", "--teacher", path, "--total_batch_size", 8
+    )
+    assert "rotary" in message
+    message = pretrain.refused(
+        capsys, labelled, tmp_path, "--model", "simmim_vit_micro_patch4", "--pretrained", path, code=4
+    )
+    assert "rotary" in message
+    striped = write_stripes(tmp_path / "striped")
+    message = segment.refused(capsys, striped, tmp_path / "out", "--finetune", files["dinov2_registers"], code=4)
+    assert "5 class tokens, registers included" in message
+
+
+def test_without_registers_it_serves_everywhere(files, labelled, tmp_path):
+    path = files["dinov2"]
+    pretrain(
+        labelled, tmp_path / "tec", "--model", "tec_vit_micro_patch4", "--teacher", path, "--pretrained", path,
+        "--max_steps", 3,
+    )  # fmt: skip
+    pretrain(labelled, tmp_path / "crossmae", "--model", "crossmae_vit_micro_patch4", "--pretrained", path)
+    segment(write_stripes(tmp_path / "striped"), tmp_path / "segmented", "--finetune", path)
+    detect(write_shapes(tmp_path / "shapes"), tmp_path / "detected", "--finetune", files["dinov2_registers"])
