@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,7 +24,6 @@ from util.evaluate.knn import KnnProtocol, knn_accuracy
 from util.evaluate.loop import EvalContext, evaluation_batches
 from util.evaluate.moments import moments_of_all
 from util.evaluate.session import Session
-from util.run.processes.supervise import StopSignal
 from util.run.start.plan import split_batch
 from util.text import count_of
 
@@ -52,17 +50,13 @@ class ImageSubset:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def load(self, i: int) -> tuple[np.ndarray, int]:
+    def load_sample(self, i: int) -> tuple[np.ndarray, int]:
         """Returns ([H, W, C], label)."""
         return self.images.load(int(self.indices[i]))
 
     def prepare(self, indices: Sequence[int]) -> None:
         """As of `Images`."""
         self.images.prepare(self.indices[list(indices)].tolist())
-
-    def load_sample(self, i: int) -> tuple[np.ndarray, int]:
-        """Returns what `load` does."""
-        return self.load(i)
 
 
 def split_held_out(num_images: int) -> tuple[np.ndarray, np.ndarray]:
@@ -235,23 +229,12 @@ class Probing:
 
     # ------------------------------------------------------------------------------------------------------ heads
 
-    def heads(self) -> dict[str, list[Row]] | None:
-        """Trains the grids of heads. Returns the chosen ones on val/, and all of them on the held-out images.
-
-        None if a signal stopped the training. After Ctrl-C it raises KeyboardInterrupt.
-        """
+    def heads(self) -> dict[str, list[Row]]:
+        """Trains the grids of heads. Returns the chosen ones on val/, and all of them on the held-out images."""
         torch.manual_seed(self.args.seed)
         kinds = [name for name in self.args.probes if name != "knn"]
         probes = Probes(self.encoder, kinds, len(self.images.classes)).to(self.context.device)
-        with StopSignal(self.context.device) as stop:
-            has_finished = self.train_heads(probes, stop)
-            stop.settle()
-        if stop.name == signal.SIGINT.name:
-            raise KeyboardInterrupt
-        if not has_finished:
-            reason = stop.name or "a signal to another process"
-            self.session.print(f"stopped by {reason}; the same command trains them anew")
-            return None
+        self.train_heads(probes)
         selection = self.score_heads(probes, self.images, self.held_out)
         scores = self.score_heads(probes, self.val_images, range(len(self.val_images)))
         chosen = []
@@ -264,8 +247,8 @@ class Probing:
             held_out += rows
         return {"chosen": chosen, "held_out": held_out}
 
-    def train_heads(self, probes: Probes, stop: StopSignal) -> bool:
-        """Trains all heads at once on the same augmented images. Returns False if a signal stopped it.
+    def train_heads(self, probes: Probes) -> None:
+        """Trains all heads at once on the same augmented images.
 
         A head that diverges does not disturb the others: no step is skipped. So this is no `Run`.
         """
@@ -287,10 +270,7 @@ class Probing:
                 progress = f"step {step + 1}/{args.steps}: mean loss of all heads {loss.item():.4f}"
                 seconds = time.monotonic() - begin
                 self.session.print(f"{progress}, {seconds:.0f} s")
-            if stop.agreed(collectives.all_reduce_sum(stop.flag())) and step + 1 < args.steps:
-                break
         stream.close()
-        return step + 1 == args.steps
 
     def training_batches(self) -> Any:
         """Returns this rank's batches of all steps: augmented images of the nine tenths. `close()` ends the workers."""

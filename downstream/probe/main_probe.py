@@ -176,12 +176,8 @@ def protocol_of(
     if "knn" in args.probes:
         protocol["knn_temperature"] = args.knn_temperature
     if set(args.probes) - {"knn"}:
-        for name in ("steps", "total_batch_size", "seed", "crop_scale"):
+        for name in ("steps", "total_batch_size", "seed", "crop_scale", "hflip", "vflip"):
             protocol[name] = getattr(args, name)
-        if not args.hflip:
-            protocol["hflip"] = False
-        if args.vflip:
-            protocol["vflip"] = True
         protocol["grid"] = GRID
         protocol["held_out"] = HELD_OUT
     return protocol
@@ -211,8 +207,8 @@ def results_of(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {"results": [*parts.get("knn", []), *heads["chosen"]], "held_out": heads["held_out"]}
 
 
-def main(argv: Sequence[str] | None = None) -> bool:
-    """Evaluates the encoder that the flags name. Returns False if a signal stopped it before its end."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Evaluates the encoder that the flags name."""
     parser, args = parse_args(argv)
     with evaluation_session(parser, args, args.output_dir, check=check_flags) as session:
         encoder = collectives.run_everywhere(lambda: make_encoder(args))
@@ -241,12 +237,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
             if "heads" in missing:  # their training takes long; the table at the end has these rows, too
                 session.print(table_of(rows))
         if "heads" in missing:
-            heads = probing.heads()
-            if heads is None:
-                return False
-            results.add("heads", heads)
+            results.add("heads", probing.heads())
         session.print(f"\n{table_of(results.content['results'])}\n{results.path}")
-    return True
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from util.hub import hub_or_cache
 from util.lazy import LazyModule
 from util.run.files import checkpoint, search
 from util.run.start.resume import identify_encoder
-from util.text import shorten
+from util.text import close_to, shorten
 
 timm = LazyModule("timm")
 
@@ -157,8 +157,7 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
     weights for it, or if those at `path` belong to another network.
     """
     if not timm.is_model(name):
-        near = timm.list_models(f"*{name.partition('.')[0]}*")
-        raise ValueError(f"--timm {name!r} is no model of timm; close to it: {shorten(near, 5) or 'none'}")
+        raise ValueError(f"--timm {name!r} is no model of timm{close_to(name, timm.list_models())}")
     options = {}
     if input_size is not None and timm.get_pretrained_cfg(name).fixed_input_size:  # others read images of any size
         options["img_size"] = input_size
@@ -170,8 +169,7 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
             network = timm.create_model(name, num_classes=0, **options)
     except Exception as error:  # many types: no weights, no network, a size that does not fit
         raise ValueError(
-            f"timm could not make {name!r}: {type(error).__name__}: {error}; without a network, download the weights "
-            "elsewhere and give them as the first argument"
+            f"timm could not make {name!r} ({error}); without a network, give a file of weights"
         ) from error
     config = network.pretrained_cfg
     in_chans, height, width = config["input_size"]

@@ -14,7 +14,7 @@ from downstream.probe.engine_probe import GRID, rate_at, split_held_out
 from downstream.probe.models import FrozenEncoder
 from frameworks import registry
 from tests.conftest import read_photo
-from tests.runs import refused
+from tests.runs import info_of_run, refused
 from tests.util.evaluate.test_knn import mean_and_std, slow_ranking
 from tests.warm import run_by_torchrun
 from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop
@@ -29,7 +29,8 @@ def write_encoder(folder, seed=0):
     torch.manual_seed(seed)
     args = main_pretrain.get_args_parser().parse_args(["--model", "mae_vit_micro_patch4"])
     model = registry.build_model(vars(args))
-    save_checkpoint(folder, 1, {"model": model.state_dict()}, {"settings": vars(args)})
+    info = info_of_run(1, settings=vars(args))
+    save_checkpoint(folder, 1, {"model": model.state_dict()}, info.to_json())
     return folder
 
 
@@ -239,11 +240,10 @@ def diverge(monkeypatch):
     train_heads = engine_probe.Probing.train_heads
 
     def install(heads):
-        def diverging(self, probes, stop):
-            has_finished = train_heads(self, probes, stop)
+        def diverging(self, probes):
+            train_heads(self, probes)
             for head in [*probes.grids["4 mean linear"].heads][heads]:
                 head.weight.data[:] = torch.nan
-            return has_finished
 
         monkeypatch.setattr(engine_probe.Probing, "train_heads", diverging)
 
@@ -265,11 +265,12 @@ def test_heads_that_have_all_diverged_have_no_results(encoder, data, tmp_path, c
     assert not (tmp_path / "probe.json").exists()
 
 
-def test_a_signal_stops_the_heads_and_keeps_the_neighbours(encoder, data, tmp_path, monkeypatch):
+def test_the_neighbours_are_there_before_the_heads_are_trained(encoder, data, tmp_path, monkeypatch):
     probes = ("--probes", "knn", "linear")
     with monkeypatch.context() as patch:
-        patch.setattr(engine_probe.StopSignal, "agreed", lambda stop, num_asked: True)
-        assert main_probe.main(command(encoder, data, tmp_path, *probes)) is False
+        patch.setattr(engine_probe.Probing, "heads", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            main_probe.main(command(encoder, data, tmp_path, *probes))
     kept = json.loads((tmp_path / "probe.json").read_text())
     assert list(kept["parts"]) == ["knn"]
     monkeypatch.setattr(engine_probe.Probing, "knn", lambda self: pytest.fail("computed again"))

@@ -286,7 +286,7 @@ def test_pretrained_weights_of_timm_need_a_network(monkeypatch):
         raise OSError("no route to host")
 
     monkeypatch.replace_in(models_probe, "timm.create_model", no_network)
-    with pytest.raises(ValueError, match="OSError: no route to host; without a network, download the weights"):
+    with pytest.raises(ValueError, match="no route to host.*; without a network"):
         open_timm_model(VIT)
 
 

@@ -154,22 +154,16 @@ def find_notes(before: CheckpointInfo, now: CheckpointInfo, flag_changes: Change
     assert before.run is not None
     assert now.run is not None
     notes = []
-    names = changed_names("split", flag_changes, before.settings, now.settings)
-    split = [describe_change(name, before.settings, now.settings) for name in names]
+    effects: dict[Change, str] = {
+        "split": "each step has the same images, but random draws and statistics within a step may differ",
+        "rounding": "results agree to rounding; compiled code draws other random numbers",
+    }
+    for change, effect in effects.items():
+        for name in changed_names(change, flag_changes, before.settings, now.settings):
+            notes.append(f"note: --{describe_change(name, before.settings, now.settings)}: {effect}")
     if before.run.world_size != now.run.world_size:
-        split.append(f"world_size was {before.run.world_size} and now is {now.run.world_size}")
-    if split:
-        notes.append(
-            f"note: each step has the same images, but is split otherwise ({', '.join(split)}): random draws and "
-            "statistics within a step may differ"
-        )
-    names = changed_names("rounding", flag_changes, before.settings, now.settings)
-    if names:
-        changes = ", ".join(f"--{describe_change(name, before.settings, now.settings)}" for name in names)
-        note = f"note: {changes}: results agree to rounding, not to the last bit"
-        if "compile" in names:
-            note += "; compiled code draws other random numbers, so drop path differs"
-        notes.append(note)
+        processes = f"world_size was {before.run.world_size} and now is {now.run.world_size}"
+        notes.append(f"note: {processes}: {effects['split']}")
     notes += find_code_change(before.run, now.run)
     if before.run.torch != now.run.torch:
         notes.append(f"note: torch was {before.run.torch} and now is {now.run.torch}: the last bits may differ")
