@@ -239,8 +239,9 @@ def known_flags() -> set[str]:
 
 
 def test_named_flags_exist() -> None:
+    """But for those of the changelog, which names what left."""
     unknown = []
-    for path in DOCUMENTS:
+    for path in [page for page in DOCUMENTS if page.name != "CHANGELOG.md"]:
         for span in SPAN.findall(prose_of(path)):
             for flag in FLAG.findall(span):
                 if flag not in known_flags():

@@ -207,7 +207,10 @@ class Parser(FlagContainer, argparse.ArgumentParser):
                 self.given[name] = value
         for name, rule in self.rules.items():
             if rule.choices and name in self.given:
-                self.check_choice(name, self.given[name], rule.choices)
+                given = self.given[name]
+                values = given if isinstance(given, list) else [given]
+                for value in values:
+                    self.check_choice(name, value, rule.choices)
         if unknown:
             self.refuse_unknown(unknown)
         recipe = self.given.get("recipe")
