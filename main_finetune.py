@@ -36,7 +36,7 @@ from util.data.transforms import RandomResizedCropFlip, ResizeCenterCrop, with_v
 from util.evaluate import robustness
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.loop import EvalContext
-from util.evaluate.results import RESULTS, EvaluatedModel, Evaluation
+from util.evaluate.results import RESULTS, Evaluation
 from util.evaluate.session import Session, session_of_eval
 from util.lars import LARS
 from util.lazy import LazyModule
@@ -547,8 +547,7 @@ def evaluate_corruptions(
     assert weights is not None
     protocol = {name: settings.get(name) for name in ("input_size", "mean", "std")}
     protocol["precision"] = precision(args.precision, session.process.device).name
-    model = EvaluatedModel(weights.path, weights.sha256, protocol)
-    results = robustness.open_results(session.output_dir / RESULTS, model)
+    results = robustness.open_results(session.output_dir / RESULTS, weights.path, weights.sha256, protocol)
     for name in results.missing(folders):
         results.add(name, score(folders[name]))
         session.print(f"{name}: {accuracy_text(results.parts[name])}")

@@ -26,7 +26,7 @@ from util.data.images import Images, match_splits
 from util.data.open import open_everywhere
 from util.data.statistics import complete_settings, normalizer
 from util.evaluate.knn import TEMPERATURE
-from util.evaluate.results import EvaluatedModel, ResultsFile
+from util.evaluate.results import ResultsFile
 from util.evaluate.session import evaluation_session
 from util.run.cli import Parser, run_program
 from util.run.files import record
@@ -219,8 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         pixel_settings, notes = complete_settings(known, images)
         precision_name = precision(args.precision, session.process.device).name
         settings = protocol_of(args, encoder, pixel_settings, images, val_images, precision_name)
-        model = EvaluatedModel(encoder.name, encoder.sha256, settings)
-        results = ResultsFile(Path(args.output_dir) / RESULTS, model, results_of)
+        results = ResultsFile(Path(args.output_dir) / RESULTS, encoder.name, encoder.sha256, settings, results_of)
         normalize = normalizer(pixel_settings, images.pixel_format)
         probing = Probing(args, session, encoder, images, val_images, normalize)
 

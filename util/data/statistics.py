@@ -1,7 +1,6 @@
 """Mean and standard deviation of a source's pixels, by which its images are normalised."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,26 +26,6 @@ class Measurement(NamedTuple):
     remarks: list[str]
 
 
-@dataclass
-class ChannelSums:
-    """Running mean and sum of squared deviations of a channel, over all valid pixels so far."""
-
-    mean: float = 0.0
-    squares: float = 0.0
-    count: int = 0
-
-    def add(self, values: np.ndarray, mean: float) -> None:
-        """Adds the values of an image, float64 [n], n > 0, and their mean."""
-        squares = np.square(values - mean).sum()
-        # Chan et al.: sums of squared deviations of two sets, without the loss of digits of a sum of squares.
-        total = self.count + len(values)
-        shift = mean - self.mean
-        between = shift * shift * self.count * len(values) / total
-        self.mean = self.mean + shift * len(values) / total
-        self.squares = self.squares + squares + between
-        self.count = total
-
-
 def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
     """Measures the mean and standard deviation of each channel over all valid pixels of evenly spaced images.
 
@@ -54,8 +33,7 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
     channel is constant, or has no valid pixel.
     """
     num_channels = images.pixel_format.channels
-    sums = [ChannelSums() for _ in range(num_channels)]
-    num_read = 0
+    moments: list[np.ndarray] = []  # of each image: number, mean and sum of squared deviations of each channel [3, C]
     has_invalid = False
     indices = evenly_spaced(len(images), num_images).tolist()
     for i in indices:
@@ -64,27 +42,26 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
         except ImageError:
             continue
         assert img.shape[2] == num_channels  # `load` returns the image alone
-        num_read += 1
-        pixels = img.reshape(-1, num_channels)
-        means = pixels.mean(axis=0, dtype=np.float64)
-        for c in range(num_channels):
-            values = pixels[:, c].astype(np.float64)
-            mean_of_image = means[c]
-            if np.isnan(mean_of_image):
-                has_invalid = True
-                values = values[~np.isnan(values)]
-                if not len(values):
-                    continue
-                mean_of_image = values.mean()
-            sums[c].add(values, mean_of_image)
+        pixels = img.reshape(-1, num_channels).astype(np.float64)
+        valid = ~np.isnan(pixels)
+        has_invalid = has_invalid or not valid.all()
+        number = valid.sum(axis=0)
+        mean = np.where(valid, pixels, 0).sum(axis=0) / np.maximum(number, 1)
+        squares = np.square(np.where(valid, pixels - mean, 0)).sum(axis=0)
+        moments.append(np.stack([number, mean, squares]))
+    num_read = len(moments)
     if not num_read:
         raise ValueError(f"no pixel statistics: none of {len(indices)} images of {images.root} can be read")
-    empty = [str(c) for c in range(num_channels) if not sums[c].count]
+    numbers, means, squares_of_images = np.stack(moments, axis=1)  # [n, C] each
+    total = numbers.sum(axis=0)
+    empty = [str(c) for c in np.flatnonzero(total == 0)]
     if empty:
         problem = f"channel {shorten(empty, 10)} (counted from 0) has no valid pixel in {num_read} images"
         raise ValueError(f"{problem} of {images.root}: give --mean and --std")
-    mean = np.array([s.mean for s in sums])
-    std = np.sqrt([s.squares / s.count for s in sums])
+    mean = (numbers * means).sum(axis=0) / total
+    # Sums of squared deviations add up without the loss of digits of a sum of squares.
+    squares = squares_of_images + numbers * np.square(means - mean)
+    std = np.sqrt(squares.sum(axis=0) / total)
     if not std.all():
         constant = shorten([str(c) for c in np.flatnonzero(std == 0)], 10)
         problem = f"channel {constant} (counted from 0) is constant in {num_read} images of {images.root}"

@@ -6,7 +6,6 @@ program with many parts grows by each finished part, and the same command contin
 
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,41 +27,36 @@ class Evaluation(NamedTuple):
     picture: np.ndarray | None = None  # uint8 [H, W, 3], on rank 0 alone
 
 
-@dataclass(frozen=True)
-class EvaluatedModel:
-    """The weights that results belong to, and the settings that they depend on."""
-
-    checkpoint: str
-    sha256: str
-    settings: Mapping[str, Any]
-
-
 class ResultsFile:
     """The results of a program in parts, of which each is saved once it is finished. All ranks hold the same.
 
-    summarise: returns further entries of the file, which follow from the parts. sources: {part: its data}, for parts
+    checkpoint, sha256: path and hash of the weights. settings: what else the results depend on. summarise: returns
+    further entries of the file, which follow from the parts. sources: {part: its data}, for parts
     whose data may change. ValueError if the file holds results of another model or of other data.
     """
 
     def __init__(
         self,
         path: Path,
-        model: EvaluatedModel,
+        checkpoint: str,
+        sha256: str,
+        settings: Mapping[str, Any],
         summarise: Callable[[Mapping[str, Any]], Mapping[str, Any]],
         sources: Mapping[str, str] = {},
     ) -> None:
         self.path = path
-        self.model = model
+        self.checkpoint = checkpoint
+        self.sha256 = sha256
         self.summarise = summarise
-        self.settings: dict[str, Any] = json.loads(json.dumps(model.settings))  # as the file holds them
+        self.settings: dict[str, Any] = json.loads(json.dumps(settings))  # as the file holds them
         self.parts: dict[str, Any] = collectives.run_on_rank0(lambda: self._read(sources))
 
     @property
     def content(self) -> dict[str, Any]:
         """What the file holds."""
         return {
-            "checkpoint": self.model.checkpoint,
-            "sha256": self.model.sha256,
+            "checkpoint": self.checkpoint,
+            "sha256": self.sha256,
             "settings": self.settings,
             "code": code_version(),
             **self.summarise(self.parts),
@@ -91,7 +85,7 @@ class ResultsFile:
             content = json.loads(self.path.read_text())
             parts = content["parts"]
             before = {"checkpoint": content["sha256"], **content["settings"]}
-            now = {"checkpoint": self.model.sha256, **self.settings}
+            now = {"checkpoint": self.sha256, **self.settings}
             for name in sources:
                 if name in parts:
                     before[name] = parts[name]["source"]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from util.evaluate.results import EvaluatedModel, ResultsFile
+from util.evaluate.results import ResultsFile
 from util.text import shorten
 
 EVAL_SETS = ("imagenet_a", "imagenet_r", "imagenet_sketch", "imagenet_c")
@@ -102,6 +102,6 @@ def summarise(parts: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     return corruption_errors(errors)
 
 
-def open_results(path: Path, model: EvaluatedModel) -> ResultsFile:
+def open_results(path: Path, checkpoint: str, sha256: str, settings: Mapping[str, Any]) -> ResultsFile:
     """Opens the results of ImageNet-C, which hold the scores of the folders that are finished."""
-    return ResultsFile(path, model, lambda parts: {"imagenet_c": summarise(parts)})
+    return ResultsFile(path, checkpoint, sha256, settings, lambda parts: {"imagenet_c": summarise(parts)})

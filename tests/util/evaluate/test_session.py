@@ -11,7 +11,7 @@ PROGRAM = """
 import os
 import signal
 import sys
-from util.evaluate.results import EvaluatedModel, ResultsFile
+from util.evaluate.results import ResultsFile
 from util.evaluate.session import evaluation_session
 from util.run.cli import Parser
 from pathlib import Path
@@ -20,7 +20,7 @@ parser = Parser("program.py")
 parser.add_argument("--device", default="cpu")
 folder = Path(sys.argv[1])
 with evaluation_session(parser, parser.parse_args([]), folder):
-    results = ResultsFile(folder / "results.json", EvaluatedModel("a.pth", "0", {{}}), lambda parts: {{}})
+    results = ResultsFile(folder / "results.json", "a.pth", "0", {{}}, lambda parts: {{}})
     results.add("first", 1.0)
     {end}
 """

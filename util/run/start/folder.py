@@ -17,11 +17,10 @@ import torch
 from util import collectives
 from util.code_version import code_version, source_hash
 from util.data.folders import refuse_inside_data
-from util.run.cli import LOG, Parser
+from util.run.cli import Parser
 from util.run.files import checkpoint, search
-from util.run.files.lock import LOCK, make_writable_folder
+from util.run.files.lock import make_writable_folder
 from util.run.files.record import CheckpointError, StartInfo
-from util.run.files.reports import STATE, read_json
 from util.run.processes import distributed
 from util.run.processes.supervise import collective_timeout
 from util.run.start.errors import SetUp
@@ -29,19 +28,7 @@ from util.text import shorten
 from util.urls import redact
 
 # Files that a killed process was about to rename.
-LEFTOVERS = (
-    ".checkpoint-*.tmp-*",
-    ".settings.tmp-*",
-    ".results.tmp-*",
-    ".run.tmp-*",
-    ".log.tmp-*",
-    ".predictions.tmp-*",
-    ".detections.tmp-*",
-    "..progress.tmp-*",
-    ".shared-*",
-    "attention/.*.tmp-*",
-)
-FILES = (LOG, "log.jsonl", "settings.json", "results.json", STATE)  # of a run that trains
+LEFTOVERS = (".*.tmp-*", "attention/.*.tmp-*", ".shared-*")
 
 
 def take_folder(path: str | Path, set_up: SetUp) -> Path:
@@ -57,15 +44,6 @@ def take_folder(path: str | Path, set_up: SetUp) -> Path:
         return folder
 
     return collectives.run_on_rank0(create_and_lock)
-
-
-def refuse_foreign_files(folder: Path) -> None:
-    """ValueError if the folder holds files with the names of FILES that no run has written."""
-    names = [name for name in FILES if (folder / name).exists()]
-    is_run = (folder / LOCK).exists() or "output_dir" in read_json(folder / "settings.json")
-    if names and not is_run and not search.list_finished(folder):
-        problem = f"--output_dir {str(folder)!r} holds {', '.join(names)}, but no run"
-        raise ValueError(f"{problem}: choose another folder, or move them away")
 
 
 def find_checkpoint(output_dir: str | Path, resume: str, adopts: bool = True) -> tuple[Path | None, list[str]]:
@@ -177,7 +155,6 @@ def enter_folder(
     origin = describe_start(program, argv)
 
     def lock_and_look() -> tuple[Path | None, list[str]]:
-        refuse_foreign_files(output_dir)
         notes = set_up.lock_folder(output_dir)
         if not args.check_data:
             for pattern in LEFTOVERS:
