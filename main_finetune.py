@@ -50,9 +50,10 @@ from util.run.start.flags import (
     add_invalid_flags,
     add_optimisation_flags,
     add_pixel_flags,
+    add_repeat_flag,
     add_run_flags,
 )
-from util.run.start.plan import Plan, check_same, schedule_by_epochs
+from util.run.start.plan import Plan, check_repeats, check_same, schedule_by_epochs
 from util.run.start.resume import find_encoder
 from util.run.start.run import Run, RunFacts
 from util.run.train.loader import TrainLoader
@@ -95,6 +96,7 @@ def get_args_parser() -> Parser:
 
     data = parser.add_argument_group("data")
     add_data_flags(data)
+    add_repeat_flag(data)
     add_pixel_flags(data)
     add_invalid_flags(data)
     add_all_valid_flag(data, "with --eval: ")
@@ -273,8 +275,10 @@ def check_flags(args: argparse.Namespace, plan: Plan) -> None:
         raise ValueError("--eval_set and --eval_split are for --eval: fine-tuning is evaluated on val/")
     if args.clip_crop and (args.aa or args.color_jitter):
         raise ValueError(f"--clip_crop goes without --aa and --color_jitter, got {args.aa!r} and {args.color_jitter}")
-    if (args.mixup or args.cutmix) and batch_size % 2:
-        raise ValueError(f"mixup pairs the images of a batch, so --batch_size must be even, got {batch_size}")
+    check_repeats(args, batch_size)
+    if (args.mixup or args.cutmix) and batch_size // args.repeat_aug % 2:  # timm mixes number i with the i-th last one
+        repeats = f" / --repeat_aug {args.repeat_aug}" if args.repeat_aug > 1 else ""
+        raise ValueError(f"mixup pairs the images of a batch, so --batch_size{repeats} must be even, got {batch_size}")
     if args.trainable_blocks == 0 and args.model.startswith(("swin_", "relative_vit_")):
         raise ValueError(
             f"--trainable_blocks 0, linear probing, reads a class token, which --model {args.model} does not offer: "
@@ -447,7 +451,16 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         augmentation, notes = make_augmentation(args, model.img_size, images.pixel_format, given)
         run.note(*notes, *note_on_small_images(images, model.img_size))
         dataset = AddressedDataset(images, augmentation, replace=args.max_bad_fraction > 0)
-        loader = TrainLoader(dataset, stack, model.img_size, run.plan, run.process, args.seed)
+        loader = TrainLoader(
+            dataset,
+            stack,
+            model.img_size,
+            run.plan,
+            run.process,
+            args.seed,
+            repeats=args.repeat_aug,
+            epochs=range(args.epochs),
+        )
 
         schedule = schedule_by_epochs(args, run.plan, loader.steps_per_epoch)
         facts = describe_model(args, model, statistics, val_images, classes)

@@ -34,9 +34,10 @@ from util.run.start.flags import (
     add_invalid_flags,
     add_optimisation_flags,
     add_pixel_flags,
+    add_repeat_flag,
     add_run_flags,
 )
-from util.run.start.plan import Plan, schedule_by_epochs
+from util.run.start.plan import Plan, check_repeats, schedule_by_epochs
 from util.run.start.run import Run, RunFacts
 from util.run.train.loader import TrainLoader, make_augmentation
 from util.run.train.meter import utilization
@@ -161,6 +162,7 @@ def add_method_flags(group: FlagGroup) -> None:
 def add_image_flags(data: FlagGroup) -> None:
     """Adds data source, channels and augmentation."""
     add_data_flags(data)
+    add_repeat_flag(data)
     add_pixel_flags(data)
     add_invalid_flags(data)
     data.add_argument(
@@ -284,6 +286,7 @@ def check_flags(args: argparse.Namespace, plan: Plan, given: Set[str]) -> None:
 
     given: names of the flags of the command.
     """
+    check_repeats(args, plan.batch_size)
     check_own_flags(vars(args))
     if args.vflip and args.sampling == "attention":
         raise ValueError("--vflip does not go with --sampling attention, whose maps are mirrored left to right alone")
@@ -357,7 +360,16 @@ def main(argv: Sequence[str] | None = None) -> bool:
             images, augmentation, replace=args.max_bad_fraction > 0, with_boxes=args.sampling == "attention"
         )
         collator = model.collator(args.sampling, args.seed)
-        loader = TrainLoader(dataset, collator, model.img_size, run.plan, run.process, args.seed)
+        loader = TrainLoader(
+            dataset,
+            collator,
+            model.img_size,
+            run.plan,
+            run.process,
+            args.seed,
+            repeats=args.repeat_aug,
+            epochs=range(args.epochs),
+        )
 
         schedule = schedule_by_epochs(args, run.plan, loader.steps_per_epoch)
         facts = describe_model(model, statistics)

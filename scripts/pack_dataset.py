@@ -9,7 +9,7 @@ IMAGENET_TARS/<split>/shard-000000.tar and so on, with an index for random acces
 <class>/<number>.jpg beside <class>/<number>.cls, which holds the label. Their first member, which WebDataset skips,
 holds the names of the files and of the classes. Files are copied byte by byte, so training on the shards equals
 training on the folder bit for bit. `--quality 90` encodes the images again, as JPEGs of the original size: about half
-of the bytes and faster to decode, but with other pixels.
+of the bytes and faster to decode, but with other pixels. `--shorter_side 384` makes larger images smaller before.
 
 If it is stopped, the same command continues with the missing shards. It also writes shards again that are missing or
 were cut. Other data in IMAGENET_TARS is not overwritten. `--verify` compares each shard with its SHA-256.
@@ -76,6 +76,7 @@ def plan_shards(images: FolderImages, args: argparse.Namespace) -> dict[str, Man
         files = sizes[first:end].tobytes() + images.labels[first:end].tobytes()
         shards[f"shard-{number:06d}.tar"] = {
             "quality": args.quality,
+            "shorter_side": args.shorter_side,
             "classes": images.classes,
             "first": first,  # index of the first image
             "names": [os.fsdecode(name) for name in images.names[first:end].tolist()],
@@ -129,7 +130,7 @@ def write_shard(images: FolderImages, path: Path, manifest: Manifest) -> None:
             # WebDataset's to_tuple("jpg", "cls") then reads all of ImageNet, also its PNG that is named .JPEG.
             if quality is not None or extension == ".jpeg":
                 extension = ".jpg"
-            add_member(tar, key + extension, encoded(images, i, quality))
+            add_member(tar, key + extension, encoded(images, i, quality, manifest["shorter_side"]))
             if images.classes:
                 add_member(tar, f"{key}.cls", str(images.labels[i]).encode())
 
@@ -140,12 +141,19 @@ def add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     tar.addfile(member, io.BytesIO(data))
 
 
-def encoded(images: FolderImages, i: int, quality: int | None) -> bytes:
-    """Returns the bytes of a file after a check of its header. With a quality: of a new JPEG of the same size."""
+def encoded(images: FolderImages, i: int, quality: int | None, shorter_side: int | None) -> bytes:
+    """Returns the bytes of a file after a check of its header. With a quality: of a new JPEG.
+
+    shorter_side: pixels that the shorter side of the new image has at most, or None.
+    """
     if quality is None:
         images.read_header(i)
         return images.read(i)
     picture = Image.fromarray(images.load(i)[0])
+    shorter = min(picture.size)
+    if shorter_side is not None and shorter > shorter_side:
+        width, height = (round(side * shorter_side / shorter) for side in picture.size)
+        picture = picture.resize((width, height), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
     try:
         picture.save(buffer, "JPEG", quality=quality, subsampling="4:2:0")
@@ -184,7 +192,8 @@ def pack_split(images: FolderImages, folder: Path, args: argparse.Namespace) -> 
             parts.append(rows)
     finally:
         pool.shutdown(cancel_futures=True)  # finishes the shards in progress, because workers ignore signals
-    content = {"classes": images.classes, "notes": [], "quality": args.quality, "tars": tars}
+    content = {"classes": images.classes, "notes": [], "tars": tars}
+    content |= {"quality": args.quality, "shorter_side": args.shorter_side}
     write_index(index, join_rows(parts), content)
     gigabytes = sum(tar["size"] for tar in tars) / 1e9
     packed_images = f"{count_of(len(images), 'image')}, {count_of(len(images.classes), 'class')}"
@@ -246,6 +255,9 @@ def get_args_parser() -> Parser:
     parser.add_argument(
         "--quality", type=int, at_least=1, help="encode again as JPEG of this quality (default: keep the files' bytes)"
     )
+    parser.add_argument(
+        "--shorter_side", type=int, at_least=1, help="with --quality: make images whose shorter side is larger smaller"
+    )
     parser.add_argument("--in_chans", type=int, default=3, at_least=1, help="channels of the images")
     add_invalid_flags(parser.add_argument_group("invalid pixels, as in training"))
     parser.add_argument("--workers", type=int, default=available_cores(), at_least=1, help="processes")
@@ -258,6 +270,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if len(args.folders) != (1 if args.verify else 2):
         parser.error(f"give SOURCE and DESTINATION, or --verify DESTINATION alone, got {', '.join(args.folders)}")
+    if args.shorter_side is not None and args.quality is None:
+        parser.error(f"--shorter_side {args.shorter_side} encodes images again: give --quality, too")
     with user_errors(parser):
         try:
             run(args)

@@ -125,6 +125,19 @@ def test_the_micro_batch_of_greenmim_changes_results(photos, tmp_path, capsys):
     assert "warning: --batch_size was 8 and now is 4" in capsys.readouterr().out
 
 
+def test_crops_of_images_that_are_read_once_resume_in_the_middle_of_a_group_bit_for_bit(photos, tmp_path, capsys):
+    """7 epochs of 3 steps: groups of 4, 2 and 1."""
+    flags = ("--repeat_aug", 4, "--epochs", 7, "--batch_size", 4, "--accum_iter", 2)
+    expected = pretrain(photos, tmp_path / "whole", *flags)
+    for last, workers in ((5, 2), (14, 1), (21, 2)):
+        parts = pretrain(photos, tmp_path / "parts", *flags, "--max_steps", last, "--num_workers", workers)
+    assert_same_state(parts, expected)
+    plain = pretrain(photos, tmp_path / "plain", *flags[2:])
+    assert not torch.equal(plain["model"]["patch_embed.proj.weight"], expected["model"]["patch_embed.proj.weight"])
+    assert "--repeat_aug" in pretrain.refused(capsys, photos, tmp_path / "parts", *flags, "--repeat_aug", 2)
+    assert "--repeat_aug 3" in pretrain.refused(capsys, photos, tmp_path / "new", *flags, "--repeat_aug", 3)
+
+
 def test_tec_trains_and_resumes_with_its_teacher(photos, tmp_path, capsys, teacher):
     """The teacher is in no checkpoint; it may move, and another one is pointed out."""
     flags = ("--model", "tec_vit_micro_patch4", "--teacher")

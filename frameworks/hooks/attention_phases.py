@@ -241,16 +241,19 @@ class AttentionPhases:
         last_epoch = self.last_epoch_of_phase(epoch)
         self.open_until = (last_epoch + 1) * loop.steps_per_epoch
         steps = range(loop.step, min(self.open_until, loop.last_step))
-        self.batches = replace(self.loader, collate=collator).open(steps)
+        first_epoch = 0 if refresh is None else refresh + 1
+        # Groups of --repeat_aug end with the phase: all crops of an image are drawn with the same maps.
+        epochs = range(first_epoch, last_epoch + 1)
+        self.batches = replace(self.loader, collate=collator, epochs=epochs).open(steps)
         loop.num_reports = 0  # the next report includes the start of the workers, as a run's first one does
 
-        epochs = f"epoch {epoch}"
+        covered = f"epoch {epoch}"
         if last_epoch > epoch:
-            epochs = f"epochs {epoch} to {last_epoch}"
+            covered = f"epochs {epoch} to {last_epoch}"
         drawn = "at random"
         if maps is not None:
             drawn = f"by the attention after epoch {refresh}"
-        loop.log.info(f"{epochs}: tokens are drawn {drawn}, {self.model.counts}")
+        loop.log.info(f"{covered}: tokens are drawn {drawn}, {self.model.counts}")
 
     def last_epoch_of_phase(self, epoch: int) -> int:
         """Returns the last epoch of the phase to which `epoch` belongs."""

@@ -162,6 +162,26 @@ def test_re_encoding_keeps_sizes(photos, tmp_path, capsys):
     assert "shard-000000.tar" in refused(capsys, photos, tmp_path / "packed")
 
 
+def test_larger_images_are_made_smaller(tmp_path, capsys):
+    sizes = {"a": (90, 40), "b": (61, 100), "c": (30, 500), "d": (30, 20)}  # width, height
+    (tmp_path / "photos").mkdir()
+    for name, (width, height) in sizes.items():
+        write_photo(tmp_path / "photos" / f"{name}.png", size=(width, height))
+    pack(tmp_path / "photos", tmp_path / "packed", "--quality", "90", "--shorter_side", 30)
+    ours = open_images("folder", tmp_path / "packed")
+    expected = {"a": (68, 30), "b": (30, 49), "c": (30, 500), "d": (30, 20)}
+    source = FolderImages(tmp_path / "photos")
+    for i, (width, height) in enumerate(expected.values()):
+        resized = Image.fromarray(source.load(i)[0]).resize((width, height), Image.Resampling.LANCZOS)
+        resized.save(buffer := io.BytesIO(), "JPEG", quality=90, subsampling="4:2:0")
+        assert ours.read(i) == buffer.getvalue()
+    assert ours.fingerprint() == source.fingerprint() + "-q90-s30"
+    pack(tmp_path / "photos", tmp_path / "packed", "--quality", "90", "--shorter_side", 30)  # is packed already
+    problem = refused(capsys, tmp_path / "photos", tmp_path / "packed", "--quality", "90", "--shorter_side", 20)
+    assert "shard-000000.tar" in problem
+    assert "--shorter_side" in refused(capsys, tmp_path / "photos", tmp_path / "new", "--shorter_side", 20)
+
+
 def test_training_on_packed_data_is_training_on_the_folder(photos, packed, tmp_path):
     """And it resumes in mid-epoch, with other workers."""
     expected = pretrain(photos, tmp_path / "folder")

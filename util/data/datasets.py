@@ -1,6 +1,8 @@
 """The data set `dataset[(epoch, index)]`, and the sampler of its addresses."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -45,8 +47,21 @@ class AddressedDataset(torch.utils.data.Dataset):
         return len(self.images)
 
     def __getitem__(self, address: Address) -> Sample:
+        return self.__getitems__([address])[0]
+
+    def __getitems__(self, addresses: Sequence[Address]) -> list[Sample]:
+        """Returns the samples of a batch. Those of one image that follow each other share its reading and decoding."""
+        groups = [(index, list(group)) for index, group in groupby(addresses, key=itemgetter(1))]
+        self.images.prepare([index for index, _ in groups])
+        samples = []
+        for index, group in groups:
+            loaded = self._load(index)
+            samples += [self._view(*loaded, address) for address in group]
+        return samples
+
+    def _view(self, index_read: int, pixels: np.ndarray, label: int, address: Address) -> Sample:
+        """Returns the sample at an address, of the image that was read for it."""
         epoch, index = address
-        index_read, pixels, label = self._load(index)
         img = torch.from_numpy(pixels).permute(2, 0, 1)  # a view; the transform copies what it crops
         if self.images.pixel_format.has_invalid and not getattr(self.transform, "respects_invalid", False):
             view = invalid_pixels.transform_valid(self.transform, img, epoch, index)
@@ -56,11 +71,6 @@ class AddressedDataset(torch.utils.data.Dataset):
             return view, label, address
         box = self.transform.crop_box(img.shape[-2:], epoch, index)
         return view, label, address, (index_read, box)
-
-    def __getitems__(self, addresses: Sequence[Address]) -> list[Sample]:
-        """Returns the samples of a batch. A DataLoader calls it."""
-        self.images.prepare([index for _, index in addresses])
-        return [self[address] for address in addresses]
 
     def _load(self, index: int) -> tuple[int, np.ndarray, int]:
         """Returns (index, image, label) of the image `index`, or of the next readable one, if that may replace it.
@@ -90,6 +100,11 @@ class StepBatchSampler:
     steps; the remaining images are left out of that epoch. Within a step, micro-batch a of process r takes the next
     `batch_size` samples, so that any split of the same total over processes and accumulation sees the same samples in
     the same step. To resume, start at `start_step`. One iterator covers the whole run: workers stay busy across epochs.
+
+    repeats: R, crops of an image that lie beside each other in a micro-batch, which R divides. R epochs make a group,
+    see `group_of`: they share the permutation of the first one, and a step has `total_batch / R` images, each at its
+    addresses in all of these epochs. So the steps of a group have the samples that its epochs have without repeats (if
+    `total_batch` divides `num_samples`; else as many), in another order. epochs: those that groups are made of.
     """
 
     def __init__(
@@ -102,6 +117,8 @@ class StepBatchSampler:
         seed: int,
         start_step: int,
         end_step: int,
+        repeats: int = 1,
+        epochs: range = range(0),
     ) -> None:
         self.total_batch = batch_size * accum_iter * world_size
         self.steps_per_epoch = steps_per_epoch(num_samples, self.total_batch)
@@ -113,23 +130,42 @@ class StepBatchSampler:
         self.seed = seed
         self.start_step = start_step
         self.end_step = end_step
+        self.repeats = repeats
+        self.epochs = epochs
 
     def __len__(self) -> int:
         return max(0, self.end_step - self.start_step) * self.accum_iter
 
     def __iter__(self) -> Iterator[list[Address]]:
-        epoch_of_order = -1
+        group = range(0)
         order = np.empty(0, np.int64)
         for step in range(self.start_step, self.end_step):
-            epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-            if epoch != epoch_of_order:
-                order = permutation(self.seed, epoch, self.num_samples)
-                epoch_of_order = epoch
+            epoch = step // self.steps_per_epoch
+            if epoch not in group:
+                group = group_of(epoch, self.repeats, self.epochs)
+                order = permutation(self.seed, group.start, self.num_samples)
+            step_in_group = step - group.start * self.steps_per_epoch
             for micro in range(self.accum_iter):
                 place_in_step = (micro * self.world_size + self.rank) * self.batch_size
-                first = step_in_epoch * self.total_batch + place_in_step
-                indices = order[first : first + self.batch_size].tolist()
-                yield [(epoch, index) for index in indices]
+                first = (step_in_group * self.total_batch + place_in_step) // len(group)
+                indices = order[first : first + self.batch_size // len(group)].tolist()
+                yield [(epoch, index) for index in indices for epoch in group]
+
+
+def group_of(epoch: int, repeats: int, epochs: range) -> range:
+    """Returns the epochs that share their images with `epoch`: `repeats` of them, counted from the first of `epochs`.
+
+    The rest of `epochs` makes smaller groups, the largest first, whose sizes divide `repeats`: 7 epochs with 4 repeats
+    are 4 + 2 + 1.
+    """
+    start = epoch - (epoch - epochs.start) % repeats
+    while True:
+        left = epochs.stop - start
+        fitting = range(1, min(left, repeats) + 1)
+        size = max((size for size in fitting if repeats % size == 0), default=1)
+        if epoch < start + size:
+            return range(start, start + size)
+        start += size
 
 
 def permutation(seed: int, epoch: int, length: int) -> np.ndarray:

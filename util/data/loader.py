@@ -1,17 +1,21 @@
-"""The loader of batches: the shared memory in which they wait, and images that cannot be read.
+"""The loader of batches: the memory in which they wait, and images that cannot be read.
 
 A worker that dies, a full /dev/shm and a failing storage end the process with exit code 75. The same command goes on.
 """
 
+import math
+import mmap
 import multiprocessing
 import os
 import shutil
 import signal
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from util import collectives
 from util.data.datasets import Address, AddressedDataset, Sample, StepBatchSampler
@@ -53,26 +57,32 @@ class Loader:
         num_workers: int,
         for_gpu: bool,
         batch_bytes: int = 0,
+        kept: int | None = None,
     ) -> None:
         """All ranks must make their loaders together.
 
         addresses: of each batch. for_gpu: batches lie in pinned memory, and workers have a low priority. batch_bytes:
-        size of one batch; 0 if unknown. TooLittleMemory on all ranks if one batch of each worker does not fit into
-        shared memory.
+        size of the images of one batch; 0 if unknown. kept: the images of a batch last until this many more batches are
+        asked for, because workers use their memory again, which is faster; None: they stay. TooLittleMemory on all
+        ranks if one batch of each worker does not fit into shared memory.
         """
         collectives.run_everywhere(lambda: check_space(batch_bytes, num_workers, len(addresses)))
         self.num_workers = num_workers
         self.workers: set[BaseProcess] = set()
         self.stream: Iterator[Any] | None = None
+        self.slots: Slots | None = None
         ahead = None
         context = None
         if num_workers > 0:
             ahead = batches_ahead(batch_bytes, num_workers)
             context = "fork"  # workers share the names and labels of all images, and start without importing torch
+            if kept is not None:
+                self.slots = Slots(ahead * num_workers, kept, batch_bytes, for_gpu)
         self.source = torch.utils.data.DataLoader(
-            dataset,
-            batch_sampler=addresses,
-            collate_fn=ShareBatch(collate),
+            Batches(dataset, collate, self.slots),
+            batch_size=None,
+            sampler=enumerate(addresses),
+            collate_fn=lambda batch: batch,
             num_workers=num_workers,
             multiprocessing_context=context,
             pin_memory=for_gpu,
@@ -87,8 +97,10 @@ class Loader:
         """Returns the next batch. LoaderError if the storage or a worker fails."""
         if self.stream is None:
             self.stream = self._start()
+        if self.slots is not None:
+            self.slots.wait_for_gpu()
         try:
-            return next(self.stream)
+            batch = next(self.stream)
         except PermissionError:  # the user's error
             raise
         except (RuntimeError, OSError, EOFError) as error:  # of a lost worker: the type depends on torch's version
@@ -96,10 +108,15 @@ class Loader:
             if reason is None:
                 raise
             raise LoaderError(reason) from error
+        if self.slots is not None:
+            batch = self.slots.find(batch)
+        return batch
 
     def close(self) -> None:
         """Ends the workers. It is not to be iterated any more."""
         self.stream = iter(())  # torch's iterator ends its workers when it is freed
+        if self.slots is not None:
+            self.slots.unpin()
 
     def _start(self) -> Iterator[Any]:
         """Starts the workers. They are killed at exit, if they still live then."""
@@ -110,6 +127,8 @@ class Loader:
         stream = iter(self.source)
         self.workers = set(multiprocessing.active_children()) - others
         kill_at_exit(self.workers)
+        if self.slots is not None:
+            self.slots.pin()
         return stream
 
     def _find_reason(self, error: Exception) -> str | None:
@@ -137,23 +156,117 @@ class Loader:
 # ------------------------------------------------------------------------------------------------------ shared memory
 
 
-class ShareBatch:
-    """A collator that moves the tensors of a batch into shared memory, if it runs in a worker.
+class InSlot(NamedTuple):
+    """Stands for a tensor in `Slots`, on its way from a worker."""
+
+    dtype: torch.dtype
+    offset: int  # in values
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Slots:
+    """Memory that workers and trainer share, in which the images of a batch are written over those of an older one.
+
+    New memory is zeroed by the kernel and mapped by both processes, for every batch. The slots are mapped once, before
+    the workers are forked, and need no space in /dev/shm. Batch n lies in slot n % (number of slots). A worker gets it
+    to do when batch n - `ahead` is taken, so there is no queue of free slots, and no lock that a killed worker holds.
+
+    ahead: batches that are begun and not taken. kept: the trainer must have used a batch when it asks for the one that
+    comes `kept` later; for a GPU this waits until it has. for_gpu: the memory is pinned.
+    """
+
+    def __init__(self, ahead: int, kept: int, batch_bytes: int, for_gpu: bool) -> None:
+        number = ahead + kept
+        self.memory = torch.frombuffer(mmap.mmap(-1, number * batch_bytes), dtype=torch.uint8).view(number, batch_bytes)
+        self.kept = kept
+        self.for_gpu = for_gpu
+        self.uses: deque[torch.cuda.Event] = deque()  # the GPU passes them when it has used the batches taken before
+        self.free: torch.Tensor | None = None  # in a worker: the slot of its batch, until images lie there
+
+    def begin(self, number: int) -> None:
+        """From now on, `default_collate` of this worker stacks the first tensors, the images, in a slot."""
+        self.free = self.memory[number % len(self.memory)]
+        default_collate_fn_map[torch.Tensor] = self._stack
+
+    def _stack(self, tensors: Sequence[torch.Tensor], **others: Any) -> torch.Tensor:
+        shape = (len(tensors), *tensors[0].shape)
+        dtype = tensors[0].dtype
+        size = math.prod(shape) * dtype.itemsize
+        slot = self.free
+        if slot is None or size > len(slot):
+            return collate_tensor_fn(tensors, **others)
+        self.free = None
+        return torch.stack(tensors, out=slot[:size].view(dtype).view(shape))
+
+    def describe(self, tensor: torch.Tensor) -> InSlot | None:
+        """Returns where a tensor lies, or None if it is not in these slots."""
+        if tensor.untyped_storage().data_ptr() != self.memory.untyped_storage().data_ptr():
+            return None
+        return InSlot(tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+
+    def find(self, batch: Sequence[Any]) -> list[Any]:
+        """Returns a batch with the tensors that its InSlots stand for."""
+        found = []
+        for part in batch:
+            if isinstance(part, InSlot):
+                storage = self.memory.untyped_storage()
+                part = torch.empty(0, dtype=part.dtype).set_(storage, part.offset, part.shape, part.strides)
+            found.append(part)
+        return found
+
+    def pin(self) -> None:
+        """Registers the memory with the GPU, after the fork."""
+        if self.for_gpu:
+            error = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0)
+            torch.cuda.check_error(int(error))
+
+    def unpin(self) -> None:
+        """Ends what `pin` began. After an error of the GPU it does nothing."""
+        if self.for_gpu:
+            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+
+    def wait_for_gpu(self) -> None:
+        """Waits until the GPU has used the batch whose slot is written when the next batch is taken."""
+        if not self.for_gpu:
+            return
+        event = torch.cuda.Event(blocking=True)  # without it, the wait keeps a core busy
+        event.record()
+        self.uses.append(event)
+        if len(self.uses) == self.kept:
+            self.uses.popleft().synchronize()
+
+
+class Batches(torch.utils.data.Dataset):
+    """The batches of a data set: `batches[(number, addresses)]`. In a worker, their tensors lie in shared memory.
 
     Otherwise a thread of the worker would move them. If it then found no space, the batch would be lost, and the
     trainer would wait for it without end.
     """
 
-    def __init__(self, collate: Callable[[Sequence[Any]], Any]) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[Sequence[Any]], Any], slots: Slots | None) -> None:
+        self.dataset = dataset
         self.collate = collate
+        self.slots = slots
 
-    def __call__(self, samples: Sequence[Any]) -> Any:
+    def __getitem__(self, numbered: tuple[int, Sequence[Any]]) -> Any:
+        number, addresses = numbered
+        if self.slots is not None:
+            self.slots.begin(number)
+        if hasattr(self.dataset, "__getitems__"):
+            samples = self.dataset.__getitems__(addresses)
+        else:
+            samples = [self.dataset[address] for address in addresses]
         batch = self.collate(samples)
-        if torch.utils.data.get_worker_info() is not None:
-            for part in batch:
-                if torch.is_tensor(part):
-                    part.share_memory_()
-        return batch
+        if torch.utils.data.get_worker_info() is None:
+            return batch
+        shared = []
+        for part in batch:
+            if torch.is_tensor(part):
+                place = None if self.slots is None else self.slots.describe(part)
+                part = place or part.share_memory_()
+            shared.append(part)
+        return shared
 
 
 def free_bytes() -> float:

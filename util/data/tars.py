@@ -173,7 +173,7 @@ def join_rows(parts: Sequence[Rows]) -> Rows:
 def scan_tars(tars: Sequence[Path]) -> tuple[Rows, dict[str, Any]]:
     """Returns (rows, content) for an index of tars. ValueError if they cannot be read, or not together.
 
-    content: "classes", "notes" and "quality", which only packed shards have.
+    content: "classes", "notes", and "quality" and "shorter_side", which only packed shards have.
     """
     for path in tars:
         if read_manifest(path) is not None:
@@ -388,10 +388,12 @@ class TarImages(EncodedImages):
         super().__init__(storage.root, names, self.rows["label"], classes, notes, in_chans, use_pillow, invalid)
 
     def fingerprint(self) -> str:
-        quality = self.content["quality"]
-        if quality:  # other pixels under the same names
-            return f"{super().fingerprint()}-q{quality}"
-        return super().fingerprint()
+        name = super().fingerprint()
+        if self.content["quality"]:  # other pixels under the same names
+            name += f"-q{self.content['quality']}"
+        if self.content.get("shorter_side"):
+            name += f"-s{self.content['shorter_side']}"
+        return name
 
     def path(self, i: int) -> str:
         return f"{self.storage.path(self.span(i).tar)}: {os.fsdecode(bytes(self.names[i]))}"

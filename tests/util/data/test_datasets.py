@@ -2,6 +2,7 @@ import hashlib
 import itertools
 import json
 import pickle
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -11,11 +12,14 @@ from tests.conftest import write_photo
 from util.data import datasets
 from util.data import images as module
 from util.data.datasets import (
+    AddressedDataset,
     StepBatchSampler,
+    group_of,
     steps_per_epoch,
 )
 from util.data.images import CifarImages, FolderImages, evenly_spaced
 from util.data.open import open_images
+from util.data.transforms import RandomResizedCropFlip
 
 
 def test_bad_folders_are_named(tmp_path, photos):
@@ -90,9 +94,9 @@ def test_cifar_that_cannot_be_had_says_where_it_should_be(tmp_path, monkeypatch)
 # --------------------------------------------------------------------------------------------------- step batches
 
 
-def steps(batch_size=4, accum_iter=1, rank=0, world_size=1, seed=0, start=0, end=50):
+def steps(batch_size=4, accum_iter=1, rank=0, world_size=1, seed=0, start=0, end=50, repeats=1, epochs=range(0)):
     """The micro-batches of a process, for 100 images: lists of (epoch, index)."""
-    return list(StepBatchSampler(100, batch_size, accum_iter, rank, world_size, seed, start, end))
+    return list(StepBatchSampler(100, batch_size, accum_iter, rank, world_size, seed, start, end, repeats, epochs))
 
 
 def joined(batches):
@@ -130,16 +134,90 @@ def test_equal_random_numbers_leave_images_in_their_order(monkeypatch, num_value
         (4, 1),
     ],
 )
-def test_any_split_of_the_total_batch_sees_the_same_samples_in_the_same_step(world_size, accum_iter):
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_any_split_of_the_total_batch_sees_the_same_samples_in_the_same_step(world_size, accum_iter, repeats):
     """Micro-batch by micro-batch, and in each rank by rank."""
-    batch_size = 12 // (world_size * accum_iter)
+    batch_size = 24 // (world_size * accum_iter)
+    repeated = {"repeats": repeats, "epochs": range(3)}
     ranks = []
     for rank in range(world_size):
-        ranks.append(steps(batch_size, accum_iter, rank, world_size, end=16))
+        ranks.append(steps(batch_size, accum_iter, rank, world_size, end=12, **repeated))
     taken = []
     for batches_of_ranks in zip(*ranks, strict=True):
         taken += joined(batches_of_ranks)
-    assert taken == joined(steps(batch_size=12, end=16))
+    assert taken == joined(steps(batch_size=24, end=12, **repeated))
+
+
+@pytest.mark.parametrize("repeats", [2, 4, 10])
+def test_repeats_see_the_samples_of_the_same_epochs_in_another_order(repeats):
+    """7 epochs of 5 steps: 2 + 2 + 2 + 1, 4 + 2 + 1, 5 + 2."""
+    plain = steps(batch_size=20, end=35)
+    repeated = steps(batch_size=20, end=35, repeats=repeats, epochs=range(7))
+    assert [len(batch) for batch in repeated] == [20] * 35
+    assert repeated[:30] != plain[:30]
+    assert Counter(joined(repeated)) == Counter(joined(plain))
+    for batch in repeated:
+        groups = [list(group) for _, group in itertools.groupby(batch, key=lambda address: address[1])]
+        assert len({epoch for epoch, _ in batch}) == len(groups[0])
+        assert len({tuple(epoch for epoch, _ in group) for group in groups}) == 1  # each image in all of the epochs
+        assert len({group[0][1] for group in groups}) == len(groups)
+
+
+def test_repeats_that_leave_images_out_leave_the_same_ones_out_of_a_group():
+    repeated = steps(batch_size=12, end=32, repeats=4, epochs=range(4))  # 8 steps an epoch, and 4 images left
+    counts = Counter(index for _, index in joined(repeated))
+    assert len(counts) == 96
+    assert set(counts.values()) == {4}
+
+
+def test_repeats_begin_anywhere():
+    whole = steps(batch_size=20, end=35, repeats=4, epochs=range(7))
+    for start in (3, 5, 19, 21, 31):
+        assert steps(batch_size=20, start=start, end=35, repeats=4, epochs=range(7)) == whole[start:]
+
+
+@pytest.mark.parametrize(
+    ("repeats", "epochs", "sizes"),
+    [
+        (1, range(3), [1, 1, 1]),
+        (4, range(8), [4, 4]),
+        (4, range(3, 10), [4, 2, 1]),
+        (6, range(11), [6, 3, 2]),
+        (6, range(5), [3, 2]),
+        (3, range(2), [1, 1]),
+    ],
+)
+def test_groups_of_epochs(repeats, epochs, sizes):
+    expected = []
+    for size in sizes:
+        first = epochs.start + len(expected)
+        expected += [range(first, first + size)] * size
+    assert [group_of(epoch, repeats, epochs) for epoch in epochs] == expected
+
+
+def test_crops_of_an_image_share_its_decoding_and_equal_those_made_one_by_one(photos, monkeypatch):
+    """The third image is bad: the fourth takes its place, with its box."""
+    images = FolderImages(photos / "train")
+    dataset = AddressedDataset(images, RandomResizedCropFlip(16, seed=1), replace=True, with_boxes=True)
+    loaded = []
+
+    def load(i):
+        loaded.append(i)
+        if i == 2:
+            raise module.ImageError("bad")
+        return FolderImages.load(images, i)
+
+    monkeypatch.setattr(images, "load", load)
+    addresses = [(epoch, index) for index in (5, 2, 0) for epoch in (4, 5, 6)]
+    together = dataset.__getitems__(addresses)
+    assert loaded == [5, 2, 3, 0]
+    assert dataset.bad.nonzero().flatten().tolist() == [2]
+    for address, sample in zip(addresses, together, strict=True):
+        img, *others = dataset[address]
+        assert img.equal(sample[0])
+        assert others == list(sample[1:])
+    assert [sample[3][0] for sample in together] == [5] * 3 + [3] * 3 + [0] * 3
+    assert not together[0][0].equal(together[1][0])
 
 
 def test_starting_later_skips_exactly():

@@ -8,9 +8,10 @@ import sys
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from prmim import MaskCollator, TokenCounts, TokenOrderSampler
-from tests.runs import pretrain
+from tests.runs import assert_same_state, pretrain
 from util.data import loader
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import FolderImages
@@ -106,6 +107,67 @@ def test_a_run_is_refused_if_its_batches_do_not_fit(photos, tmp_path, capsys, me
     message = pretrain.refused(capsys, photos, tmp_path / "out", "--num_workers", 2)
     assert message.strip().endswith("or --num_workers 1")
     assert pretrain(photos, tmp_path / "out", "--num_workers", 0)["meta"]["step"] == 6
+
+
+class Shapes(torch.utils.data.Dataset):
+    """Number i: an image, whose shape and type are those of its batch, with the value i."""
+
+    kinds = (((3, 8, 8), torch.uint8), ((3, 4, 4), torch.uint8), ((3, 8, 8), torch.float32), ((1, 2, 8), torch.float32))
+
+    def __getitem__(self, i):
+        shape, dtype = self.kinds[i // 4 % 4]
+        return torch.full(shape, i % 251, dtype=dtype)
+
+
+def collate(samples):
+    return default_collate(samples), default_collate([sample[0] for sample in samples])
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_batches_lie_in_memory_that_is_used_again_and_last_as_long_as_agreed(num_workers):
+    """Of several shapes and types, one of them too large for a slot; the last one is smaller."""
+    addresses = [list(range(first, min(first + 4, 398))) for first in range(0, 398, 4)]
+    options = {"num_workers": num_workers, "for_gpu": False, "batch_bytes": 4 * 3 * 8 * 8}
+    batches = Loader(Shapes(), addresses, collate, kept=3, **options)
+    held = []
+    places = set()
+    for number, (imgs, others) in enumerate(batches):
+        if imgs.untyped_storage().data_ptr() == batches.slots.memory.data_ptr():
+            places.add(imgs.data_ptr())
+        held.append((number, imgs, others))
+        for number, imgs, others in held[-3:]:
+            shape, dtype = Shapes.kinds[number % 4]
+            assert imgs.dtype == dtype
+            assert imgs.shape[1:] == shape
+            assert imgs[:, 0, 0, 0].tolist() == [i % 251 for i in addresses[number]]
+            assert imgs.flatten(1).eq(imgs[:, :1, 0, 0]).all()
+            assert others.equal(imgs[:, 0])
+    batches.close()
+    assert len(held) == 100
+    assert len(held[-1][1]) == 2
+    assert len(places) == 4 * num_workers + 3
+
+
+@pytest.mark.parametrize("accum_iter", [1, 3])
+def test_training_has_used_the_images_of_a_batch_before_they_are_written_over(
+    photos, tmp_path, monkeypatch, accum_iter
+):
+    """The slot that the next batch to be begun will lie in is filled with noise before."""
+    flags = ("--batch_size", 4, "--accum_iter", accum_iter, "--epochs", 8)
+    expected = pretrain(photos, tmp_path / "out", *flags)
+    poisoned = []
+
+    class Poisoned(Loader):
+        def __next__(self):
+            slots = self.slots
+            number = len(poisoned) + 4 * self.num_workers
+            poisoned.append(number % len(slots.memory))
+            slots.memory[poisoned[-1]].random_(generator=torch.Generator().manual_seed(number))
+            return super().__next__()
+
+    monkeypatch.setattr("util.run.train.loader.Loader", Poisoned)
+    assert_same_state(pretrain(photos, tmp_path / "poisoned", *flags, "--num_workers", 1), expected)
+    assert len(poisoned) > 2 * len(set(poisoned))
 
 
 class Blank(torch.utils.data.Dataset):

@@ -158,6 +158,18 @@ def add_hflip_flag(group: FlagGroup) -> None:
     )
 
 
+def add_repeat_flag(group: FlagGroup) -> None:
+    """Adds how many crops a step has of an image."""
+    group.add_argument(
+        "--repeat_aug",
+        type=int,
+        default=1,
+        at_least=1,
+        metavar="R",
+        help="crops of an image in a step, which is read and decoded once for them: for GPUs that wait for data",
+    )
+
+
 def add_pixel_flags(group: FlagGroup) -> None:
     """Adds channels of the images, and the statistics that normalise them."""
     flag = group.add_argument

@@ -164,6 +164,12 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--warmup_epochs {args.warmup_epochs} must lie between 0 and --epochs {args.epochs}")
 
 
+def check_repeats(args: argparse.Namespace, batch_size: int) -> None:
+    """ValueError unless the crops of an image lie in one micro-batch."""
+    if batch_size % args.repeat_aug:
+        raise ValueError(f"--repeat_aug {args.repeat_aug} must divide the micro-batch, --batch_size {batch_size}")
+
+
 def num_workers(args: argparse.Namespace, process: Process) -> int:
     """Returns --num_workers, or this process's share of the cores less one, which is the trainer's."""
     if args.num_workers is not None:

@@ -16,7 +16,8 @@ from util.run.start.plan import Plan
 class TrainLoader:
     """The batches of `dataset`, shuffled and split over processes and micro-batches.
 
-    collate: makes a batch of samples, in the worker. img_size: (height, width) of the images of a batch.
+    collate: makes a batch of samples, in the worker. img_size: (height, width) of the images of a batch. repeats: crops
+    of an image in a step. epochs: those that groups of `repeats` are made of, see `StepBatchSampler`.
     """
 
     dataset: AddressedDataset
@@ -25,6 +26,8 @@ class TrainLoader:
     plan: Plan
     process: Process
     seed: int
+    repeats: int = 1
+    epochs: range = range(0)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -49,6 +52,8 @@ class TrainLoader:
             self.seed,
             steps.start,
             steps.stop,
+            self.repeats,
+            self.epochs,
         )
         return Loader(
             self.dataset,
@@ -57,6 +62,7 @@ class TrainLoader:
             num_workers=plan.num_workers,
             for_gpu=plan.device == "cuda",
             batch_bytes=self.batch_bytes,
+            kept=plan.accum_iter + 2,  # until the update, and for a GPU a little more, so that the host does not wait
         )
 
 
