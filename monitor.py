@@ -32,7 +32,7 @@ from util.run.train.training import Training
 from util.text import count_of
 
 MAX_QUERIES = 10_000
-NEIGHBOURS = 20
+KNN_NEIGHBOURS = 20
 
 
 def add_flags(group: FlagGroup) -> None:
@@ -92,21 +92,6 @@ def missing_classes(images: Images) -> str:
     return f"{has_none.sum()} of {count_of(len(images), 'training image')} have no class"
 
 
-def open_val_images(args: argparse.Namespace, images: Images) -> Images:
-    """Opens the validation images. MissingSplit if there are none.
-
-    ValueError unless they have the classes and the format of the training `images`.
-    """
-    try:
-        val_images = open_everywhere(args, "val", labelled=True, max_bad_fraction=args.max_bad_fraction)
-        match_splits(images, val_images)
-    except MissingSplit:
-        raise
-    except ValueError as error:
-        raise ValueError(f"--knn_every: {error}. Without --knn_every, the run reads no validation images") from error
-    return val_images
-
-
 def open_queries(args: argparse.Namespace, images: Images) -> tuple[Images | None, list[str]]:
     """Opens the images that --knn_every classifies. Returns (validation images or None, notes).
 
@@ -118,16 +103,11 @@ def open_queries(args: argparse.Namespace, images: Images) -> tuple[Images | Non
     if missing:
         return None, [f"note: {missing}, so --knn_every computes RankMe alone, which needs no labels"]
     try:
-        val_images = open_val_images(args, images)
+        val_images = open_everywhere(args, "val", labelled=True, max_bad_fraction=args.max_bad_fraction)
     except MissingSplit:
-        bank_size = min(len(images), args.knn_train or len(images))
-        if bank_size < 2:
-            raise ValueError(
-                f"--knn_every: there are no validation images, and {count_of(bank_size, 'training image')} "
-                "cannot be classified by the others: give --knn_train 2 or more"
-            ) from None
         note = "there is no validation split, so --knn_every classifies training images by the others (leave-one-out)"
         return None, [f"note: {note}"]
+    match_splits(images, val_images)
     return val_images, val_images.notes
 
 
@@ -199,12 +179,12 @@ class Monitor:
     def accuracies(self, bank: Features, moments: Mapping[str, Moments]) -> dict[str, float]:
         """Returns the kNN accuracies by their names in the log. The headline is the mean of the patch tokens, z."""
         queries = self.queries(bank)
-        protocol = KnnProtocol(self.num_classes, (NEIGHBOURS,), leave_one_out=self.val_images is None)
+        protocol = KnnProtocol(self.num_classes, (KNN_NEIGHBOURS,), leave_one_out=self.val_images is None)
         scalars: dict[str, float] = {}
         for name in bank.values:
             for scaling, statistics in (("z", moments[name]), ("raw", None)):
                 scores = knn_accuracy(bank, queries, name, protocol, statistics, self.training.loop.stop_if_asked)[
-                    NEIGHBOURS
+                    KNN_NEIGHBOURS
                 ]
                 if (name, scaling) == ("mean", "z"):
                     for measure, value in scores.items():

@@ -53,7 +53,7 @@ SLURM_TIMEOUT_MIN = 24 * 60
 YEAR_MIN = 365 * 24 * 60
 
 
-class Task:
+class JobTask:
     """Runs `main` with `argv` in each process of the job. submitit pickles it at submission and at each requeue."""
 
     def __init__(self, main: str, argv: list[str], folder: str) -> None:
@@ -109,7 +109,7 @@ class Task:
 
     def checkpoint(self) -> Any:
         """Returns what submitit requeues: the same command, which resumes the run."""
-        return submitit.helpers.DelayedSubmission(Task(self.main, self.argv, self.folder))
+        return submitit.helpers.DelayedSubmission(JobTask(self.main, self.argv, self.folder))
 
 
 def slurm_state(job_id: str) -> str | None:
@@ -303,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> Any:
         executor = submitit.AutoExecutor(folder / "jobs", cluster=args.cluster)
         executor.update_parameters(**parameters)
         os.chdir(snapshot(folder))  # a job starts in the folder of its submission, and imports from there
-        job = executor.submit(Task(args.main, args.argv, here))
+        job = executor.submit(JobTask(args.main, args.argv, here))
     except (OSError, RuntimeError) as error:  # no SLURM, sbatch failed, the folder cannot be written to
         sys.exit(f"submitit_launch.py: error: the job could not be submitted: {error}")
     finally:

@@ -40,7 +40,7 @@ SIZES: dict[str, dict[str, Any]] = {
     name: getattr(models_vit, name).keywords for name in models_vit.__all__ if name.islower()
 }
 Groups = Mapping[str, FlagGroup]
-Images = TypeVar("Images", bound=EncodedImages)
+SomeImages = TypeVar("SomeImages", bound=EncodedImages)
 
 
 # ------------------------------------------------------------------------------------------------------------- flags
@@ -253,7 +253,9 @@ def train_iterations(
             return
 
 
-def summary_rows(name: str, model: nn.Module, num_classes: int, images: Images, val_images: Images) -> dict[str, str]:
+def summary_rows(
+    name: str, model: nn.Module, num_classes: int, images: SomeImages, val_images: SomeImages
+) -> dict[str, str]:
     """Returns what is printed about model and data at the start. name: of the model."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
     rows = {"model": f"{name}, {trained:.2f} M trainable parameters", "classes": str(num_classes)}
@@ -310,7 +312,7 @@ def evaluate_trained(
     return {**result.scores, **result.details}
 
 
-def open_everywhere(args: argparse.Namespace, split: str, open_split: Callable[[], Images]) -> Images:
+def open_everywhere(args: argparse.Namespace, split: str, open_split: Callable[[], SomeImages]) -> SomeImages:
     """Opens and checks a split on all ranks. ValueError on all ranks if one of them fails.
 
     Of a validation split, no image may be bad.
@@ -319,7 +321,7 @@ def open_everywhere(args: argparse.Namespace, split: str, open_split: Callable[[
     if split == "train":
         max_bad_fraction = args.max_bad_fraction
 
-    def open_and_check() -> Images:
+    def open_and_check() -> SomeImages:
         images = open_split()
         images.check(max_bad_fraction)
         return images

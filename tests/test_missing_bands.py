@@ -174,7 +174,7 @@ def test_a_model_that_has_learnt_with_a_mask_is_evaluated_on_images_without_one(
     finetune(masked, tmp_path / "tuned", *mask, "--finetune", tmp_path / "run", "--max_steps", 2)
 
     probe = words_of_probe(tmp_path / "run", plain, tmp_path / "probe", "--probes", "knn")
-    assert "--all_valid" in refused(capsys, main_probe.main, *probe)
+    assert "--mask_band" in refused(capsys, main_probe.main, *probe)
     main_probe.main([*probe, "--all_valid"])
     content = json.loads((tmp_path / "probe" / "probe.json").read_text())
     assert "mask_band" not in content["settings"]

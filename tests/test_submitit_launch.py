@@ -196,7 +196,7 @@ def run_task(tmp_path, monkeypatch):
         monkeypatch.replace_in(submitit_launch, "importlib.import_module", lambda name: SimpleNamespace(main=main))
         try:
             with pytest.raises(SystemExit) as end:
-                submitit_launch.Task(name, [], os.getcwd())()
+                submitit_launch.JobTask(name, [], os.getcwd())()
         finally:
             signal.signal(signal.SIGUSR2, before)
         return end.value.code, requeued
@@ -295,7 +295,7 @@ def project(tmp_path, monkeypatch):
 
 def test_each_submission_has_the_code_of_its_day(tmp_path, project):
     first = submitit_launch.snapshot(tmp_path / "run")
-    assert {path.name for path in first.iterdir()} == {"main_pretrain.py", "util", code_version.RECORD}
+    assert {path.name for path in first.iterdir()} == {"main_pretrain.py", "util", code_version.VERSION_FILE}
     assert submitit_launch.snapshot(tmp_path / "run") == first  # the same code again: the same copy
     (project / "util" / "leaf.py").write_text("x = 2\n")
     second = submitit_launch.snapshot(tmp_path / "run")

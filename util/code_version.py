@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_OF_A_RUN = ("scripts", "tests", "tools")  # no run imports them
-RECORD = "code_version.json"  # in copies of the code, which have no git repository
+VERSION_FILE = "code_version.json"  # in copies of the code, which have no git repository
 
 
 def source_files(root: Path = ROOT) -> list[Path]:
@@ -62,13 +62,13 @@ def code_version(root: Path = ROOT) -> str:
 
 def write_version(copy: Path, root: Path = ROOT) -> None:
     """Writes the commit of `root` into a copy of its code."""
-    (copy / RECORD).write_text(json.dumps({"commit": _commit(root)}) + "\n")
+    (copy / VERSION_FILE).write_text(json.dumps({"commit": _commit(root)}) + "\n")
 
 
 def _commit(root: Path) -> str | None:
     """The commit that is checked out, with "+ changes" if source files differ from it. None if unknown."""
-    if (root / RECORD).exists():
-        return json.loads((root / RECORD).read_text())["commit"]
+    if (root / VERSION_FILE).exists():
+        return json.loads((root / VERSION_FILE).read_text())["commit"]
     if not (root / ".git").exists():
         return None
     try:

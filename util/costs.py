@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from util.lazy import LazyModule
 from util.text import count_of
 
-STATE = 18  # bytes a parameter in a step: float32 weight, gradient, AdamW's two moments, and autocast's copy
+STATE_BYTES = 18  # bytes a parameter in a step: float32 weight, gradient, AdamW's two moments, and autocast's copy
 USABLE = 0.9  # of a GPU's memory: the rest is for the CUDA context, libraries, communication and fragmentation
 # Memory of an image in half precision, relative to what float32 would save. On an H100, PR-MIM's ViT-B took 36 MB an
 # image, of 64; MAE's, and ViT-L of both, .44 to .47.
@@ -96,7 +96,7 @@ def fitting_images(
     memory_of_image = image_bytes(settings, build_model)
     if precision != "fp32":
         memory_of_image *= HALF_SHARE
-    free = USABLE * memory - STATE * parameters
+    free = USABLE * memory - STATE_BYTES * parameters
     return max(0, int(free / memory_of_image))
 
 

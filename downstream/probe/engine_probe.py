@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from downstream.probe.models import AttentiveHead, FrozenEncoder, HeadGrid, LinearHead, Tokens
+from downstream.probe.models import AttentiveProbe, FrozenEncoder, HeadGrid, LinearProbe, Tokens
 from util import collectives
 from util.accuracy import accuracies
 from util.data.datasets import AddressedDataset, StepBatchSampler, permutation, stack
@@ -85,9 +85,9 @@ class Probes(nn.Module):
         for block in encoder.blocks:
             if "linear" in probes:
                 for feature in features:
-                    self.grids[f"{block} {feature} linear"] = HeadGrid(LinearHead, encoder.dim, num_classes, GRID)
+                    self.grids[f"{block} {feature} linear"] = HeadGrid(LinearProbe, encoder.dim, num_classes, GRID)
             if "attentive" in probes:
-                self.grids[f"{block} patches attentive"] = HeadGrid(AttentiveHead, encoder.dim, num_classes, GRID)
+                self.grids[f"{block} patches attentive"] = HeadGrid(AttentiveProbe, encoder.dim, num_classes, GRID)
 
     def forward(self, tokens: Mapping[int, Tokens]) -> dict[str, Tensor]:
         """Returns {name: logits [G, B, C]} of what the encoder returns."""

@@ -242,7 +242,7 @@ def sha256_of_weights(network: nn.Module) -> str:
 # --------------------------------------------------------------------------------------------------------------- heads
 
 
-class AttentiveHead(nn.Module):
+class AttentiveProbe(nn.Module):
     """The parameters of CAPI's attentive probe: a learned query, keys and values of the tokens, and a linear layer.
 
     There is no norm, output projection, residual or MLP. A bias of the keys would cancel in the softmax.
@@ -260,7 +260,7 @@ class AttentiveHead(nn.Module):
             nn.init.trunc_normal_(parameter, std=0.02)
 
 
-class LinearHead(nn.Module):
+class LinearProbe(nn.Module):
     """The parameters of a linear probe."""
 
     def __init__(self, dim: int, num_classes: int) -> None:
@@ -300,7 +300,7 @@ class HeadGrid(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns logits [G, B, C] of vectors [B, D], or of tokens [B, N, D] for attentive heads."""
-        if isinstance(self.heads[0], AttentiveHead):
+        if isinstance(self.heads[0], AttentiveProbe):
             x = self.pool(x)  # [G, B, D]
         weight = self.stacked("weight").transpose(1, 2)  # [G, D, C]
         bias = self.stacked("bias").unsqueeze(1)

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 import main_pretrain
 import monitor
 from downstream.probe import models as models_probe
-from downstream.probe.models import AttentiveHead, HeadGrid, LinearHead, open_encoder, open_timm_model
+from downstream.probe.models import AttentiveProbe, HeadGrid, LinearProbe, open_encoder, open_timm_model
 from encoders.load import load_encoder
 from frameworks import registry
 from frameworks.teacher import Teacher
@@ -351,7 +351,7 @@ def explicit_attentive(head, x, num_heads):
     ],
 )
 def test_folded_heads_equal_explicit_ones_in_value_and_gradient(dim, num_heads):
-    grid = randomised_grid(AttentiveHead, dim, std=dim**-0.25)
+    grid = randomised_grid(AttentiveProbe, dim, std=dim**-0.25)
     x = torch.randn(3, 7, dim, dtype=torch.float64)
     factors = torch.randn(3, 3, 5, dtype=torch.float64)
     assert grid.num_heads == num_heads
@@ -381,8 +381,8 @@ def train(grid, x, labels):
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
-        (AttentiveHead, (6, 16, 12)),
-        (LinearHead, (6, 12)),
+        (AttentiveProbe, (6, 16, 12)),
+        (LinearProbe, (6, 12)),
     ],
 )
 def test_a_grid_trains_each_head_as_if_it_were_alone(kind, shape):
@@ -405,7 +405,7 @@ def test_a_grid_trains_each_head_as_if_it_were_alone(kind, shape):
 
 
 def test_groups_of_the_optimizer_hold_every_parameter_once_and_decay_no_bias():
-    grid = HeadGrid(AttentiveHead, 12, 5, GRID)
+    grid = HeadGrid(AttentiveProbe, 12, 5, GRID)
     names = {parameter: name for name, parameter in grid.named_parameters()}
     settings = {}
     for group in grid.parameter_groups(4.0):
@@ -422,7 +422,7 @@ def test_groups_of_the_optimizer_hold_every_parameter_once_and_decay_no_bias():
 
 def test_first_weights_are_small_and_equal():
     torch.manual_seed(0)
-    grid = HeadGrid(AttentiveHead, 64, 50, GRID)
+    grid = HeadGrid(AttentiveProbe, 64, 50, GRID)
     first = grid.heads[0].state_dict()
     for head in grid.heads:
         assert_close(head.state_dict(), first, rtol=0, atol=0)
