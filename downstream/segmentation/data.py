@@ -45,11 +45,9 @@ class LabelValues:
         self.last = first + num_classes - 1
         if not 0 <= ignore_index <= 255:
             raise ValueError(f"--ignore_index must lie between 0 and 255, got {ignore_index}")
-        if num_classes < 1 or self.last > 255 or (first <= ignore_index <= self.last):
-            raise ValueError(
-                f"--num_classes {num_classes} takes the values {first} to {self.last} of 8-bit label files, which must "
-                f"not contain --ignore_index {ignore_index}"
-            )
+        if first <= ignore_index <= self.last:
+            values = f"--num_classes {num_classes} takes the values {first} to {self.last} of label files"
+            raise ValueError(f"{values}, which must not contain --ignore_index {ignore_index}")
         self.first = first
         self.ignore_index = ignore_index
         self.table = np.full(256, -1, np.int16)
@@ -116,16 +114,17 @@ class SegmentationImages(ImageFiles):
         images = by_stem(image_root, list_images(image_root, "", unread))
         label_files = list_images(self.label_root, "", Counter())
         labels = by_stem(self.label_root, [name for name in label_files if name.lower().endswith(".png")])
+        notes = note_unread(unread)
+        not_read = "".join(f" ({note})" for note in notes)
         if not images:
-            raise ValueError(f"{str(image_root)!r} holds no images")
+            raise ValueError(f"{str(image_root)!r} holds no images{not_read}")
         without_labels = sorted(images.keys() - labels)
         if without_labels:
             raise ValueError(f"images without a .png in {str(self.label_root)!r}: {shorten(without_labels)}")
         without_image = sorted(labels.keys() - images)
         if without_image:
-            raise ValueError(f"label files without an image in {str(image_root)!r}: {shorten(without_image)}")
+            raise ValueError(f"label files without an image in {str(image_root)!r}: {shorten(without_image)}{not_read}")
         samples = [(name, 0) for name in images.values()]
-        notes = note_unread(unread)
         super().__init__(image_root, samples, classes=[], notes=notes, in_chans=in_chans, invalid=invalid)
         self.label_names = np.array([os.fsencode(labels[stem]) for stem in images])
         if split != "train":

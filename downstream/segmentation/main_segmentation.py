@@ -71,7 +71,14 @@ def add_label_flags(group: FlagGroup) -> None:
         default="data",
         help="folder with images/ and annotations/, each with training/ and validation/",
     )
-    data("--num_classes", everyday=True, type=int, help="number of classes in the label files")
+    data(
+        "--num_classes",
+        everyday=True,
+        type=int,
+        at_least=1,
+        at_most=255,
+        help="number of classes in the label files",
+    )
     data(
         "--ignore_index",
         everyday=True,

@@ -155,7 +155,7 @@ def test_names_of_folders_do_not_reach_the_terminal_as_they_are(copied, tmp_path
     data, _ = copied
     (data / "train" / HOSTILE).mkdir()
     message = pretrain.refused(capsys, data, tmp_path / "out")
-    assert r": \x1b]0;owned\x07\udcff " in message
+    assert r": \x1b]0;owned\x07\udcff" in message
     (data / "train" / HOSTILE).rename(data / HOSTILE)
     pretrain(data, tmp_path / "out", "--max_steps", 1)
     note = r"note: \x1b]0;owned\x07\udcff in"

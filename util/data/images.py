@@ -275,16 +275,15 @@ class EncodedImages(Images):
     def _refuse_bad(self, problems: Sequence[str], num_checked: int, max_bad_fraction: float) -> None:
         """ImageError if too many of the checked images have problems. It notes those that will be replaced."""
         message = f"{len(problems)} of {num_checked} checked images cannot be read"
-        listed = "; ".join(problems[:3])
         num_accepted = 0.0
         if max_bad_fraction:
             num_accepted = max(1, max_bad_fraction * num_checked)
         if len(problems) == num_checked or len(problems) > num_accepted:
             if max_bad_fraction:
                 message += f", more than --max_bad_fraction {max_bad_fraction:g}"
-            raise ImageError(f"{message}: {listed}")
+            raise ImageError(f"{message}; the first one: {problems[0]}")
         if problems:
-            self.notes.append(f"warning: {message} and will be replaced: {listed}")
+            self.notes.append(f"warning: {message} and will be replaced; the first one: {problems[0]}")
 
     def _refuse_channels(self, i: int, pixels: PixelFormat) -> None:
         """ImageError if image i has other channels than those that are wanted."""

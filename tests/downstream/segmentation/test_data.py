@@ -55,7 +55,6 @@ def test_values_become_classes():
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_classes": 0},
         {"num_classes": 256},
         {"num_classes": 255, "reduce_zero_label": True},
         {"num_classes": 3, "ignore_index": 2},
