@@ -184,7 +184,9 @@ def pack_split(images: FolderImages, folder: Path, args: argparse.Namespace) -> 
     tars: list[dict[str, Any]] = []
     parts: list[Rows] = []
     paths = [folder / name for name in shards]
-    pool = ProcessPoolExecutor(args.workers, get_context("fork"), initializer=start_worker, initargs=(images,))
+    pool = ProcessPoolExecutor(
+        args.workers, mp_context=get_context("fork"), initializer=start_worker, initargs=(images,)
+    )
     try:
         results = pool.map(pack_shard, paths, shards.values())
         for tar, rows in tqdm(results, total=len(shards), unit="shard", desc=str(folder)):

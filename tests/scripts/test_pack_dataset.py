@@ -49,7 +49,7 @@ def inline(monkeypatch):
     """Workers are this process."""
 
     class Pool:
-        def __init__(self, _, initializer, initargs):
+        def __init__(self, _, mp_context, initializer, initargs):
             initializer(*initargs)
 
         map = staticmethod(map)
