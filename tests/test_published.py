@@ -109,22 +109,6 @@ def test_the_tables_of_pre_training_are_as_published():
         assert cells == [*(published(arm) or "–" for arm in arms_of(recipe)), cost], recipe
 
 
-@pytest.mark.parametrize(
-    ("page", "name"), [("docs/finetune.md", "evaluations"), ("docs/dense.md", "ADE20K"), ("docs/dense.md", "COCO")]
-)
-def test_the_tables_of_evaluation_are_as_published(page, name):
-    """A line holds the numbers of one of the paper's tables: those of the recipes that the line names."""
-    for _, recipes, *cells in table_of(page, name):
-        evaluation = recipes.replace("`", "").split(", ")
-        pretraining = arms_of("mff_prmim50_vit_base_800ep" if "mff_" in recipes else "prmim50_vit_base_800ep")
-        for recipe, cell in zip(pretraining, cells, strict=True):
-            tables = {}
-            for row in PAPER:
-                if row["pretrain"] == recipe and row["evaluate"] in evaluation:
-                    tables.setdefault(row["table"], []).append(row["published"])
-            assert cell in [" / ".join(numbers) for numbers in tables.values()]
-
-
 def test_the_table_of_fine_tuning_has_every_recipe():
     named = ", ".join(names.replace("`", "") for _, names in table_of("docs/finetune.md", "recipes"))
     assert sorted(named.split(", ")) == sorted(FINETUNE_RECIPES)
