@@ -107,8 +107,3 @@ def test_the_tables_of_pre_training_are_as_published():
         printed, counted = costs_of(recipe)
         cost = counted if printed == "–" else f"{counted} ({printed})"
         assert cells == [*(published(arm) or "–" for arm in arms_of(recipe)), cost], recipe
-
-
-def test_the_table_of_fine_tuning_has_every_recipe():
-    named = ", ".join(names.replace("`", "") for _, names in table_of("docs/finetune.md", "recipes"))
-    assert sorted(named.split(", ")) == sorted(FINETUNE_RECIPES)
