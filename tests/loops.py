@@ -93,10 +93,10 @@ class Driver:
         return torch.cat([p.detach().flatten() for p in self.model.parameters()])
 
 
-def a_run(device="cpu", precision_name="fp32", accum_iter=1, clip_grad=None, print_freq=2):
+def a_run(device="cpu", precision_name="fp32", accum_iter=1, clip_grad=None, seed=0, print_freq=2):
     """What the loop reads of a `Run`."""
     return Namespace(
-        args=Namespace(clip_grad=clip_grad, seed=0, print_freq=print_freq, max_steps=None),
+        args=Namespace(clip_grad=clip_grad, seed=seed, print_freq=print_freq, max_steps=None),
         plan=Namespace(precision=precision_name, total_batch_size=8, accum_iter=accum_iter),
         process=Process(torch.device(device)),
         watchdog=Watchdog(600, 600),
