@@ -94,7 +94,9 @@ def test_every_micro_batch_of_every_rank_and_step_has_a_seed_of_its_own(monkeypa
 
 def test_steps_are_adamw_s_on_the_summed_losses():
     engine = a_loop()
+    engine.model.eval()
     engine.steps(range(3, 6), stream(3))
+    assert engine.model.training
     model = TwoLosses()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     for step, (imgs, _, ids) in enumerate(stream(3), 3):

@@ -207,8 +207,9 @@ def test_a_run_that_has_begun_needs_no_encoder_flag(labelled, pretrained, tmp_pa
 
 
 def test_evaluations_can_be_rarer(labelled, tmp_path):
-    """Every second epoch, and the last."""
-    finetune(labelled, tmp_path, "--epochs", 3, "--eval_every", 2)
+    """Every second epoch, and the last. A finished run that is started again repeats none."""
+    for _ in range(2):
+        finetune(labelled, tmp_path, "--epochs", 3, "--eval_every", 2)
     assert [report["step"] for report in evaluations(tmp_path)] == [6, 9]
 
 

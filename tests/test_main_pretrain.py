@@ -17,8 +17,12 @@ from torch.testing import assert_close
 import main_pretrain
 from frameworks import models_greenmim_pr, registry
 from frameworks.window_groups import WindowGrouper
+from prmim import TokenOrderSampler, addressed_noise
 from tests.runs import assert_same_state, finish, losses, pretrain, reports, reports_without_times, state
 from tests.warm import run_by_torchrun
+from util.data.datasets import AddressedDataset, permutation
+from util.data.open import open_images
+from util.data.transforms import RandomResizedCropFlip
 from util.run.files.search import newest_checkpoint
 from util.run.processes import distributed
 from util.run.start.plan import Plan
@@ -57,6 +61,28 @@ def test_the_optimizer_spares_what_the_release_spares_from_weight_decay(model, s
         assert decay_of[parameters[name]] == 0, name
     for name in decayed:
         assert decay_of[parameters[name]] == args.weight_decay, name
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_first_weights_images_and_their_tokens_follow_from_the_seed(photos, tmp_path, monkeypatch, seed):
+    found = []
+
+    def train_steps(model, batches, steps, loop):
+        found.extend([model.state_dict(), *next(batches)])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main_pretrain, "train_one_epoch", train_steps)
+    with pytest.raises(KeyboardInterrupt):
+        pretrain(photos, tmp_path, "--seed", seed)
+    weights, imgs, _, ids_shuffle = found
+    torch.manual_seed(seed)
+    expected = registry.MODELS["mae_vit_micro_patch4"]()
+    assert_close(weights, expected.state_dict(), rtol=0, atol=0)
+    indices = permutation(seed, 0, 24)[:8]
+    dataset = AddressedDataset(open_images("folder", photos), RandomResizedCropFlip(32, seed))
+    assert torch.equal(imgs, torch.stack([dataset[0, i][0] for i in indices]))
+    noise = addressed_noise(seed, 0, indices, 64)
+    assert ids_shuffle.tolist() == TokenOrderSampler(8, expected.counts)(noise).tolist()
 
 
 def test_a_run_leaves_what_it_promises(photos, tmp_path, capsys):

@@ -82,7 +82,7 @@ def test_a_signal_just_before_an_evaluation_leaves_it_to_the_next_start(labelled
     step, program = CASES["fine-tuning"]
     signal_at_question(monkeypatch, step, 1)
     monkeypatch.setattr(Evaluator, "perform", None)  # it would fail
-    assert program.module.main(program.command(labelled, tmp_path)) is False
+    assert program.module.main(program.command(labelled, tmp_path, "--save_steps", 0)) is False
     assert [step_of(path) for path in list_finished(tmp_path)] == [step]
 
 

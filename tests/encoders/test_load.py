@@ -9,6 +9,7 @@ import torch
 from encoders.load import load_all, load_blocks, load_encoder, read
 from encoders.models_relative_vit import relative_vit_micro_patch4
 from encoders.trained import load
+from frameworks.models_greenmim_pr import greenmim_swin_micro_patch4_window4
 from frameworks.models_simmim_pr import simmim_vit_micro_patch4
 from models_mae_pr import mae_vit_micro_patch4
 from models_vit import VisionTransformer
@@ -143,13 +144,15 @@ def test_blocks_start_another_pre_training(tmp_path):
         load_blocks(simmim_vit_micro_patch4(), tmp_path / "mae.pth")
 
 
-def test_a_decoder_keeps_its_positions_on_another_grid_of_as_many_tokens(tmp_path):
-    """They are frozen, so those of a square grid would be wrong for the whole run."""
-    torch.save({"model": mae_vit_micro_patch4(img_size=32).state_dict()}, tmp_path / "mae.pth")
-    model = mae_vit_micro_patch4(img_size=(16, 64))
+@pytest.mark.parametrize("make", [mae_vit_micro_patch4, greenmim_swin_micro_patch4_window4])
+def test_a_decoder_keeps_its_positions_on_another_grid_of_as_many_tokens(tmp_path, make):
+    """They are frozen, so those of a square grid would be wrong for the whole run. A Swin's encoder has none."""
+    source = make(img_size=64)
+    path = save_checkpoint(tmp_path, 1, {"model": source.state_dict()}, {"settings": {"input_size": 64}})
+    model = make(img_size=(32, 128))
     expected = model.decoder.pos_embed.clone()
-    report = load_blocks(model, tmp_path / "mae.pth")
-    assert report.resized == ["pos_embed"]
+    assert not torch.equal(expected, source.decoder.pos_embed)
+    load_blocks(model, path)
     assert torch.equal(model.decoder.pos_embed, expected)
 
 
