@@ -22,8 +22,8 @@ of the pixels, and the classes and the evaluation view of a classifier. The prog
                 whose outputs are the features of all tokens. Images are [B, C, H, W] with the pixels of the run's files
                 and the size of the model: the program normalises them. If the run had invalid pixels, images are
                 float32, and NaN or the value of --nodata marks them. Logits of segmentation have the size of the
-                images. The file is compared with the model before it is put in place. Facts on images and classes are
-                JSON in the file.
+                images. A detector takes one image of at most its size. The file is compared with the model before it is
+                put in place. Facts on images and classes are JSON in the file.
 """
 
 import argparse
@@ -52,7 +52,7 @@ from scripts.parts.timm_models import (
     timm_arguments,
     timm_weights,
 )
-from scripts.parts.torch_program import CHECKED, EXAMPLES, check_program, program_of, random_pixels, write_program
+from scripts.parts.torch_program import check_program, noise_images, program_of, write_program
 from util.atomic import filled_folder, replaced_file
 from util.code_version import code_version
 from util.run.cli import Parser, prepare_file, run_program, user_errors
@@ -169,8 +169,7 @@ def export_torch(trained: Trained, out: Path) -> list[str]:
     program, facts = program_of(trained)
     model = trained.encoder
     pixels = pixels_of(model, facts)
-    example = random_pixels(EXAMPLES, model.img_size, pixels, program)
-    batches = [random_pixels(count, model.img_size, pixels, program) for count in CHECKED]
+    example, *batches = noise_images(program, model.img_size, pixels)
     contents = describe(model, program.state_dict(), facts)
     with replaced_file(out, durable=True) as temporary:
         write_program(temporary, program, example, facts)

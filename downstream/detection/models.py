@@ -91,20 +91,16 @@ class AlignedRoIPool(nn.Module):
         sides = areas.clamp(min=0).sqrt()
         levels = 2 + torch.log2(sides / (14 * self.patch_size) + 1e-8)
         levels = levels.floor().clamp(0, len(maps) - 1)
-        is_on_level = levels[:, None] == torch.arange(len(maps), device=levels.device)
-        counts = is_on_level.sum(dim=0).tolist()
-        order = levels.argsort(stable=True)[: sum(counts)]  # boxes that are not finite come last and are left out
-        channels = maps[0].shape[1]
-        out = rois.new_zeros(len(rois), channels, self.size, self.size, dtype=torch.float32)
-        for level, index in enumerate(order.split(counts)):
-            pooled = roi_align(
-                maps[level].float(),
-                rois[index],
+        out = rois.new_zeros(len(rois), maps[0].shape[1], self.size, self.size, dtype=torch.float32)
+        for level, features in enumerate(maps):
+            is_on_level = levels == level
+            out = out + roi_align(  # of an empty box 0, at no cost
+                features.float(),
+                torch.where(is_on_level[:, None], rois, 0),
                 self.size,
                 spatial_scale=2.0 ** (2 - level) / self.patch_size,
                 aligned=True,
             )
-            out = out.index_put((index,), pooled)
         return out
 
 

@@ -15,6 +15,12 @@ from util.text import count_of
 
 # Settings of a segmentation run that say what its logits mean, and which images it has seen.
 SEGMENTATION_SETTINGS = ("ignore_index", "reduce_zero_label", "image_scale", "stride")
+OUTPUTS = {
+    "encoder": "tokens",
+    "classification": "logits of images",
+    "segmentation": "logits of pixels",
+    "detection": "objects of one image, which may be smaller",
+}
 
 
 def known_facts(model: nn.Module, trained: Trained) -> dict[str, Any]:
@@ -65,18 +71,21 @@ def facts_of_program(trained: Trained) -> dict[str, Any]:
     info = trained.weights.info
     facts = known_facts(model, trained)
     facts["interpolation"] = "bicubic"
+    facts["antialias"] = True
     facts["pixels"] = facts.get("pixels") or RGB8.dtype
     facts["input_dtype"] = pixels_of(model, facts).batch_dtype
-    facts["outputs"] = "tokens"
-    if trained.task == "classification":
-        facts["outputs"] = "logits of images"
-    elif trained.task == "segmentation":
-        del facts["crop_pct"]  # images are seen at --image_scale
-        facts["outputs"] = "logits of pixels"
+    facts["outputs"] = OUTPUTS[trained.task]
+    if trained.task in ("segmentation", "detection"):
+        del facts["crop_pct"]  # images are scaled as a whole
+        facts["interpolation"] = "bilinear"
+    if trained.task == "segmentation":
+        facts["antialias"] = False
         facts["classes"] = info.classes
         facts["class_colors"] = info.class_colors
         for name in SEGMENTATION_SETTINGS:
             facts[name] = info.settings[name]
+    elif trained.task == "detection":
+        facts["categories"] = info.settings["categories"]
     return facts
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
+from downstream.detection.fixed_shapes import FixedShapes
 from encoders.trained import Trained
 from scripts.parts.export_facts import facts_of_program, pixels_of
 from scripts.parts.timm_models import TOLERANCE
@@ -19,16 +21,14 @@ from util.data.statistics import normalizer
 from util.data.transforms import Normalize
 
 FACTS = "facts.json"  # the name in the file
-EXAMPLES = 2  # images of the batch that is traced; torch.export takes 1 for a constant
-CHECKED = (1, 3)  # images of the batches that are compared
 SHARE_OF_HOLES = 0.1  # of the pixels in the check, if some may be invalid
 
 
 class Program(nn.Module):
     """Computes the outputs of a model from pixels as files hold them.
 
-    network: returns logits [B, K], tokens [B, N, D], or {"decode": logits [B, K, h, w]}, which are resized to the
-    images. nodata: value of invalid pixels beside NaN, None if there is no other one.
+    network: returns logits [B, K], tokens [B, N, D], the results of `FixedShapes`, or {"decode": logits [B, K, h, w]},
+    which are resized to the images. nodata: value of invalid pixels beside NaN, None if there is no other one.
     """
 
     def __init__(self, network: nn.Module, normalize: Normalize, nodata: float | None) -> None:
@@ -38,23 +38,23 @@ class Program(nn.Module):
         self.nodata = nodata
         self.requires_grad_(False).eval()
 
-    def forward(self, imgs: Tensor) -> Tensor:
+    def forward(self, imgs: Tensor) -> Tensor | dict[str, Tensor]:
         """imgs: [B, C, H, W] of the type `PixelFormat.batch_dtype`, in the unit of the files."""
         if self.nodata is not None:
             imgs = torch.where(imgs == self.nodata, torch.nan, imgs)
         outputs = self.network(self.normalize(imgs))
-        if isinstance(outputs, Mapping):
+        if isinstance(outputs, Mapping) and "decode" in outputs:
             logits = outputs["decode"].float()
             return F.interpolate(logits, size=imgs.shape[-2:], mode="bilinear", align_corners=False)
         return outputs
 
 
 def program_of(trained: Trained) -> tuple[Program, dict[str, Any]]:
-    """Returns (program, facts), see `facts_of_program`. ValueError for detectors: their outputs have no fixed shape."""
-    if trained.task == "detection":
-        raise ValueError("--format torch takes no detector: torch.hub's 'detector' loads it, --format timm its encoder")
+    """Returns (program, facts), see `facts_of_program`."""
     network = trained.model
-    if trained.task == "encoder":
+    if trained.task == "detection":
+        network = FixedShapes(network)
+    elif trained.task == "encoder":
         network.forward = network.forward_features  # an encoder alone has no other output
     facts = facts_of_program(trained)
     normalize = normalizer(facts, pixels_of(trained.encoder, facts))
@@ -78,14 +78,26 @@ def random_pixels(count: int, size: tuple[int, int], pixels: PixelFormat, progra
     return imgs
 
 
+def noise_images(program: Program, size: tuple[int, int], pixels: PixelFormat) -> list[Tensor]:
+    """Returns images to trace, then those to compare. torch.export takes a size 1 for a constant."""
+    height, width = size
+    shapes = [(2, height, width), (1, height, width), (3, height, width)]
+    if isinstance(program.network, FixedShapes):  # takes one image of many sizes
+        shapes = [(1, height // 2, width), (1, height, width), (1, height, width // 3)]
+    return [random_pixels(count, (rows, columns), pixels, program) for count, rows, columns in shapes]
+
+
 def write_program(path: Path, program: Program, example: Tensor, facts: Mapping[str, Any]) -> None:
-    """Writes the program for batches of any size.
+    """Writes the program for batches of any size, or for an image of any size up to that of a detector.
 
     torch.export would report a full disk by an error of its own, so it writes to memory.
     """
-    batch = torch.export.Dim("batch", min=1)
+    dynamic = {0: torch.export.Dim("batch", min=1)}
+    if isinstance(program.network, FixedShapes):
+        height, width = facts["input_size"]
+        dynamic = {2: torch.export.Dim("height", max=height), 3: torch.export.Dim("width", max=width)}
     with torch.no_grad():
-        exported = torch.export.export(program, (example,), dynamic_shapes={"imgs": {0: batch}}, strict=False)
+        exported = torch.export.export(program, (example,), dynamic_shapes={"imgs": dynamic}, strict=False)
     buffer = io.BytesIO()
     torch.export.save(exported, buffer, extra_files={FACTS: json.dumps(facts)})
     path.write_bytes(buffer.getbuffer())
@@ -100,10 +112,11 @@ def check_program(path: Path, program: Program, batches: Sequence[Tensor]) -> fl
     written = torch.export.load(path).module()
     largest = 0.0
     for imgs in batches:
-        expected = program(imgs)
-        difference = (written(imgs) - expected).abs().max().item()
-        tolerance = TOLERANCE * max(1.0, expected.abs().max().item())
-        if not difference <= tolerance:
-            raise ValueError(f"the program differs from the run's model by {difference:.1e}: nothing is written")
-        largest = max(largest, difference)
+        found = tree_leaves(written(imgs))
+        for values, expected in zip(found, tree_leaves(program(imgs)), strict=True):
+            difference = (values - expected).abs().max().item()
+            tolerance = TOLERANCE * max(1.0, expected.abs().max().item())
+            if not difference <= tolerance:
+                raise ValueError(f"the program differs from the run's model by {difference:.1e}: nothing is written")
+            largest = max(largest, difference)
     return largest

@@ -110,7 +110,7 @@ def segmentation_run(folder, *flags, pixels="uint8", **more):
     return model
 
 
-def detection_run(folder):
+def detection_run(folder, **more):
     """Writes a checkpoint like those of main_detection.py, whose windows do not divide the map. Returns the model."""
     settings = {
         "model": "vit_mini_patch4",
@@ -119,10 +119,11 @@ def detection_run(folder):
         "drop_path": 0.0,
         "patch_size": 4,
         "window_size": 5,
-        "categories": [{"id": 1, "name": "a"}, {"id": 2, "name": "b"}],
+        "categories": [[1, "a"], [7, "b"]],
         "masks": True,
         "decoder_channels": 8,
         "num_rois": 8,
+        **more,
     }
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
@@ -131,6 +132,8 @@ def detection_run(folder):
         for name, value in model.named_parameters():
             if "rel_pos" in name:
                 value.normal_()
+            if name.startswith(("rpn.head.bbox_pred", "roi_heads.box_predictor")):  # boxes of many sizes
+                value.normal_(std=0.5)
     info = dense_info("main_detection.py", settings, classes=["a", "b"])
     save_checkpoint(folder, 6, {"model": model.state_dict()}, info.to_json())
     return model

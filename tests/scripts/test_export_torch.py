@@ -19,7 +19,6 @@ from tests.scripts.exports import (
     detection_run,
     finetuned,
     pretrained,
-    refused,
     run,
     segmentation_run,
 )
@@ -96,6 +95,7 @@ def test_classifiers(tmp_path, capsys, name, options):
         "classes": list("abcde"),
         "outputs": "logits of images",
         "interpolation": "bicubic",
+        "antialias": True,
     }
 
 
@@ -130,6 +130,7 @@ def test_segmentation(tmp_path, capsys, flags):
     assert facts["class_colors"] == [[0, 0, 0], [255, 0, 0], [0, 0, 255]]
     assert (facts["ignore_index"], facts["reduce_zero_label"], facts["stride"]) == (255, False, 10)
     assert (facts["input_size"], facts["outputs"]) == ([16, 16], "logits of pixels")
+    assert (facts["interpolation"], facts["antialias"]) == ("bilinear", False)
 
 
 @torch.no_grad()
@@ -164,9 +165,39 @@ def test_an_encoder_returns_its_features(tmp_path, capsys):
     assert facts["outputs"] == "tokens"
 
 
-# ---------------------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------------------- detectors
+
+DETECTS_ALONE = """
+import sys, torch, torchvision
+program = torch.export.load(sys.argv[1]).module()
+assert not {"models_vit", "downstream", "encoders", "util", "timm"} & set(sys.modules)
+torch.save([program(imgs) for imgs in torch.load("imgs.pt")], "outputs.pt")
+"""
 
 
-def test_detectors_are_refused(tmp_path, capsys):
-    detection_run(tmp_path / "run")
-    assert "--format" in refused(capsys, tmp_path / "run", tmp_path / "model.pt2", *FOR_TORCH)
+@pytest.mark.parametrize("masks", [True, False])
+@torch.no_grad()
+def test_a_detector_runs_without_this_project(tmp_path, capsys, masks):
+    """It finds what the run's model finds in images that are padded by hand, whatever their size is."""
+    model = detection_run(tmp_path / "run", masks=masks)
+    out = tmp_path / "model.pt2"
+    run(capsys, tmp_path / "run", out, *FOR_TORCH)
+    imgs = [torch.randint(0, 256, (1, 3, *size), dtype=torch.uint8) for size in ((48, 48), (31, 48), (48, 2), (1, 1))]
+    torch.save(imgs, tmp_path / "imgs.pt")
+    subprocess.run([sys.executable, "-I", "-c", DETECTS_ALONE, out], cwd=tmp_path, check=True)
+    counts = []
+    for img, outputs in zip(imgs, torch.load(tmp_path / "outputs.pt"), strict=True):
+        height, width = img.shape[2:]
+        padded = torch.zeros(1, 3, 48, 48)
+        padded[:, :, :height, :width] = normalised(img)
+        (expected,) = model(padded, [(height, width)])
+        is_found = outputs["scores"] > 0
+        counts.append(int(is_found.sum()))
+        assert set(outputs) == set(expected)
+        for name, values in expected.items():
+            assert_close(outputs[name][is_found], values, **CLOSE)
+    assert counts[0] == 100  # the most that are kept
+    assert 0 < counts[2] < 100
+    _, facts = load(out)
+    assert facts["categories"] == [[1, "a"], [7, "b"]]
+    assert (facts["input_size"], facts["interpolation"], facts["antialias"]) == ([48, 48], "bilinear", True)
