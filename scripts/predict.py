@@ -10,13 +10,14 @@ are in, a folder of tar shards, a tar, an image, or a text file with a path on e
 folder. Labels are not needed. Images are seen as in the evaluation of the run.
 
 classifier     OUT/predictions.csv: the probability of each class.
-segmentation   OUT/labels/NAME.png: label maps in the size of the image, with the values of the training's label files;
-               for TIFFs NAME.tif, in tiles and with the geo tags. TIFFs of any size are predicted part by part, if
-               --keep_size is given. OUT/pictures: overlays.
+segmentation   OUT/labels/NAME.png: palette PNGs in the size of the image, with the values of the training's label
+               files; for TIFFs NAME.tif, in tiles, with the geo tags and the names of the classes. TIFFs of any size
+               are predicted part by part, if --keep_size is given. OUT/pictures: overlays; stripes have no class.
 detection      OUT/detections.json: COCO's results. OUT/images.json: the ids of the images. OUT/pictures.
 
 OUT/predict.json says which model predicted, and what label values and colours mean. The same command again continues
-with the images that are missing. An image that cannot be read is named and left out; the exit code is then 1.
+with the images that are missing or have changed. An image that cannot be read is named and left out; the exit code is
+then 1.
 """
 
 import argparse
@@ -29,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from downstream.detection.masks import coco_masks
 from downstream.detection.predict_objects import Detections, choose_ids
+from downstream.segmentation.engine_segmentation import WINDOW_WEIGHTS
 from downstream.segmentation.large_tiffs import LargeTiff
 from downstream.segmentation.predict_labels import LabelMaps
 from encoders.trained import load, note_on_view
@@ -59,10 +61,11 @@ def get_args_parser() -> Parser:
     flag("--output_dir", required=True, type=Path, metavar="OUT", help="folder of the predictions")
     flag(
         "--keep_size",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         help="segmentation: do not scale images into --image_scale of the run, for scenes of which it saw tiles; TIFFs "
-        "may then have any size (pip install rasterio)",
+        "may then have any size (pip install rasterio); off, images that are more than halved need --no-keep_size",
     )
+    flag("--window_weights", choices=WINDOW_WEIGHTS, help="segmentation: of main_segmentation.py (default: the run's)")
     flag(
         "--image_ids",
         metavar="FILE.json",
@@ -105,10 +108,9 @@ def open_images(args: argparse.Namespace, settings: Mapping[str, Any]) -> Encode
 
 def refuse_other_tasks(args: argparse.Namespace, task: str) -> None:
     """ValueError if a flag is given that belongs to another task than that of the run."""
-    if args.keep_size and task != "segmentation":
-        raise ValueError(f"--keep_size is for segmentation, and {args.run!r} is a model of {task}: leave it out")
-    if args.image_ids and task != "detection":
-        raise ValueError(f"--image_ids is for detection, and {args.run!r} is a model of {task}: leave it out")
+    for name, owner in (("keep_size", "segmentation"), ("window_weights", "segmentation"), ("image_ids", "detection")):
+        if getattr(args, name) and task != owner:
+            raise ValueError(f"--{name} is for {owner}, and {args.run!r} is a model of {task}: leave it out")
 
 
 def make_predictor(args: argparse.Namespace, session: Session) -> Predictor:
@@ -130,7 +132,8 @@ def make_predictor(args: argparse.Namespace, session: Session) -> Predictor:
         "model": weights.sha256,
         "images": str(Path(args.images).resolve()),
         "root": str(Path(images.root).resolve()),  # names of outputs depend on it; that of a list may change
-        "keep_size": args.keep_size,
+        "keep_size": bool(args.keep_size),
+        "window_weights": args.window_weights,
         "all_valid": args.all_valid,
         "precision": precision(args.precision, context.device).name,
     }
@@ -141,7 +144,10 @@ def make_predictor(args: argparse.Namespace, session: Session) -> Predictor:
         ids = choose_ids(images, args.image_ids)
         predictor = Detections(trained, images, args.output_dir, context, ids, args.num_pictures)
     elif task == "segmentation":
-        predictor = LabelMaps(trained, images, args.output_dir, context, args.keep_size, args.num_pictures)
+        predictor = LabelMaps(
+            trained, images, args.output_dir, context, bool(args.keep_size), args.num_pictures, args.window_weights
+        )
+        session.print(*predictor.note_scale(is_chosen=args.keep_size is False))
         facts |= predictor.facts()
     else:
         session.print(*note_on_view(settings, args.run))

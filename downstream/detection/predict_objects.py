@@ -87,11 +87,10 @@ class Detections:
         self.ids = ids
         self.num_pictures = num_pictures
         self.picture_paths = output_paths(out / "pictures", images, lambda name: f"{Path(name).suffix}.png")
-        self.results = Results(out)
+        self.results = Results(out, images, partial(name_of, images))
 
     def missing(self) -> list[int]:
-        """Returns the images without results."""
-        return [i for i in range(len(self.images)) if name_of(self.images, i) not in self.results.by_name]
+        return self.results.missing()
 
     @torch.no_grad()
     def write_missing(self, progress: Progress) -> None:
@@ -112,9 +111,8 @@ class Detections:
                         )
                     if i < self.num_pictures:
                         self.write_picture(i, seen.whole, objects)
-                    name = name_of(self.images, i)
-                    results = coco_results(objects, self.ids[name], category_ids)
-                    self.results.add(name, {"size": list(seen.size), "results": results})
+                    results = coco_results(objects, self.ids[name_of(self.images, i)], category_ids)
+                    self.results.add(i, {"size": list(seen.size), "results": results})
         self.join()
 
     def write_picture(self, i: int, img: Tensor, objects: Sequence[DetectedObject]) -> None:
@@ -131,14 +129,15 @@ class Detections:
         """Writes the results of all images, and the images."""
         images = []
         results = []
-        for name, image_id in sorted(self.ids.items(), key=lambda item: item[1]):
-            found = self.results.by_name.get(name)
-            if found is None:
-                continue
+        for i, found in self.results.by_index.items():
+            name = name_of(self.images, i)
+            image_id = self.ids[name]
             height, width = found["size"]
             images.append({"id": image_id, "file_name": name, "height": height, "width": width})
             for result in found["results"]:
                 results.append({**result, "image_id": image_id})
+        images.sort(key=lambda image: image["id"])
+        results.sort(key=lambda result: result["image_id"])
         categories = [{"id": category, "name": name} for category, name in self.categories]
         write_json(self.out / IMAGES, {"images": images, "annotations": [], "categories": categories})
         write_json(self.out / DETECTIONS, results)

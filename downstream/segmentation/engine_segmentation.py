@@ -24,6 +24,7 @@ from util.run.train.loop import TrainLoop
 
 LOSS_WEIGHTS = {"decode": 1.0, "aux": 0.4}
 MAX_WINDOWS = 8  # of an image in one batch
+WINDOW_WEIGHTS = ("equal", "gaussian")
 
 
 class ClassList(NamedTuple):
@@ -39,6 +40,7 @@ class SlidingWindows:
 
     image_scale: Sequence[int]
     stride: int  # pixels from one window to the next
+    weights: str = "equal"  # one of WINDOW_WEIGHTS
 
 
 class Prediction(NamedTuple):
@@ -98,14 +100,20 @@ class RowsOfLogits(NamedTuple):
     logits: Tensor
 
 
-def slide_logits(predict: Callable[[Tensor], Tensor], img: Tensor, window: Size, stride: int) -> Tensor:
+def slide_logits(
+    predict: Callable[[Tensor], Tensor], img: Tensor, window: Size, stride: int, weights: str = "equal"
+) -> Tensor:
     """Returns the mean logits [K, H, W] of all windows that cover each pixel of a normalised image [C, H, W].
 
-    predict, window, stride: see `slide_rows`.
+    predict, window, stride, weights: see `slide_rows`.
     """
     height, width = img.shape[-2:]
     logits: Tensor | None = None
-    for finished in slide_rows(predict, lambda rows, columns: img[:, rows, columns], (height, width), window, stride):
+
+    def read(rows: slice, columns: slice) -> Tensor:
+        return img[:, rows, columns]
+
+    for finished in slide_rows(predict, read, (height, width), window, stride, weights):
         if logits is None:
             logits = finished.logits.new_empty(len(finished.logits), height, width)
         logits[:, finished.rows] = finished.logits
@@ -119,19 +127,24 @@ def slide_rows(
     size: Size,
     window: Size,
     stride: int,
+    weights: str = "equal",
 ) -> Iterator[RowsOfLogits]:
     """Yields the mean logits of an image from top to bottom. The sums of as many rows as a window has are held.
 
     predict: `predict(imgs [n, C, *window]) -> logits [n, K, h, w]`, which are resized to the window; n is at most
     MAX_WINDOWS. read: `read(rows, columns)` returns that part of the normalised image, [C, h, w]. size: (height, width)
-    of the image. One smaller than the window is padded with zeros at the bottom and the right.
+    of the image. One smaller than the window is padded with zeros at the bottom and the right. weights: of the pixels
+    of a window in the mean, see `window_profile`.
     """
     height, width = size
     window_height, window_width = window
     tops = window_starts(height, window_height, stride)
     lefts = window_starts(width, window_width, stride)
-    row_counts = count_windows(tops, window_height)
-    column_counts = count_windows(lefts, window_width)
+    row_profile = window_profile(window_height, weights)
+    column_profile = window_profile(window_width, weights)
+    row_totals = sum_profiles(tops, row_profile)
+    column_totals = sum_profiles(lefts, column_profile)
+    profile = row_profile[:, None] * column_profile
     next_tops = dict(zip(tops, [*tops[1:], tops[-1] + window_height], strict=True))
     boxes = [(top, left) for top in tops for left in lefts]
     sums: Tensor | None = None  # [K, window_height, W] of the rows that begin where the current windows do
@@ -147,16 +160,17 @@ def slide_rows(
         logits = predict(imgs).float()
         del imgs
         if sums is None:
-            sums = logits.new_zeros(logits.shape[1], window_height, len(column_counts))
-            row_counts = row_counts.to(sums.device)
-            column_counts = column_counts.to(sums.device)
+            sums = logits.new_zeros(logits.shape[1], window_height, len(column_totals))
+            row_totals = row_totals.to(sums.device)
+            column_totals = column_totals.to(sums.device)
+            profile = profile.to(sums.device)
         for (top, left), values in zip(batch, logits, strict=True):
-            sums[:, :, left : left + window_width] += resize_logits(values, window)
+            sums[:, :, left : left + window_width] += resize_logits(values, window) * profile
             if left < lefts[-1]:
                 continue
             bottom = next_tops[top]
             num_rows = bottom - top
-            mean = sums[:, :num_rows] / (row_counts[top:bottom, None] * column_counts)
+            mean = sums[:, :num_rows] / (row_totals[top:bottom, None] * column_totals)
             yield RowsOfLogits(slice(top, min(bottom, height)), mean[:, : height - top, :width])
             unfinished = sums[:, num_rows:].clone()
             sums.zero_()
@@ -171,12 +185,24 @@ def pad_and_stack(parts: Sequence[Tensor], size: Size) -> Tensor:
     return imgs
 
 
-def count_windows(starts: Sequence[int], window: int) -> Tensor:
-    """Returns how many windows cover each place of an axis, float."""
-    counts = torch.zeros(starts[-1] + window)
+def window_profile(length: int, weights: str) -> Tensor:
+    """Returns the weights of a window along one axis.
+
+    gaussian: they fall to the borders, with a deviation of an eighth of the window, as in nnU-Net and MONAI.
+    """
+    if weights != "gaussian":
+        return torch.ones(length)
+    places = torch.arange(length) - (length - 1) / 2
+    return torch.exp(-((8 * places / length) ** 2) / 2)
+
+
+def sum_profiles(starts: Sequence[int], profile: Tensor) -> Tensor:
+    """Returns the sum of the weights of all windows at each place of an axis. starts: of the windows."""
+    window = len(profile)
+    totals = torch.zeros(starts[-1] + window)
     for start in starts:
-        counts[start : start + window] += 1
-    return counts
+        totals[start : start + window] += profile
+    return totals
 
 
 def resize_logits(logits: Tensor, size: Size) -> Tensor:
@@ -218,7 +244,7 @@ def evaluate(
         truth = labels[0].to(device, non_blocking=True)
         imgs = context.normalize(stored.to(device, non_blocking=True))
         img = imgs[0]
-        logits = slide_logits(predict, img, model.img_size, windows.stride)
+        logits = slide_logits(predict, img, model.img_size, windows.stride, windows.weights)
         num_bad += ~logits.isfinite().all()
         predicted = resize_logits(logits, tuple(truth.shape)).argmax(dim=0)
         counts += count_pixels(predicted, truth, num_classes)

@@ -25,6 +25,7 @@ from downstream.common import SIZES, LinearDecay, schedule_by_iterations
 from downstream.recipes import LINEAR_DEFAULTS, SEGMENTATION_RECIPES, UPERNET_DEFAULTS
 from downstream.segmentation.data import LabelValues, SegmentationAugment, SegmentationImages, stack_pairs
 from downstream.segmentation.engine_segmentation import (
+    WINDOW_WEIGHTS,
     ClassList,
     SlidingWindows,
     evaluate,
@@ -56,7 +57,7 @@ PICTURE = "predictions.png"
 WIDEST_DECODER = 768  # by default: mmsegmentation's for a ViT-B
 # Flags that describe a trained model and its data. Evaluation takes them from the checkpoint.
 MODEL_FLAGS = ("head", "model", "input_size", "patch_size", "in_chans", "decoder_channels", "num_classes")
-DATA_FLAGS = ("ignore_index", "reduce_zero_label", "image_scale", "stride")
+DATA_FLAGS = ("ignore_index", "reduce_zero_label", "image_scale", "stride", "window_weights")
 
 
 def add_label_flags(group: FlagGroup) -> None:
@@ -147,8 +148,13 @@ def get_args_parser() -> Parser:
         help="largest share of one class in a crop, if 10 tries find one; 1: any",
     )
     augmentation("--photometric", action=boolean, help="distort the colours")
-    groups["evaluation"].add_argument(
-        "--stride", everyday=True, type=int, at_least=1, help="pixels from one window to the next"
+    evaluation = groups["evaluation"].add_argument
+    evaluation("--stride", everyday=True, type=int, at_least=1, help="pixels from one window to the next")
+    evaluation(
+        "--window_weights",
+        choices=WINDOW_WEIGHTS,
+        default="equal",
+        help="gaussian: logits count less towards the borders of a window",
     )
     return parser
 
@@ -271,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         name = f"{args.head} on {args.model}"
         training.announce(common.summary_rows(name, model, args.num_classes, images, val_images))
 
-        windows = SlidingWindows(args.image_scale, args.stride)
+        windows = SlidingWindows(args.image_scale, args.stride, args.window_weights)
         evaluate_val = partial(evaluate, model, val_images, classes, windows, args.num_pictures)
         evaluator = Evaluator(training, evaluate_val, describe_scores, picture_name=PICTURE)
         compute_losses = partial(losses_of_batch, mean_over_valid=args.mean_over_valid)
@@ -290,7 +296,7 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
         classes = ClassList(info.classes, np.array(info.class_colors, np.uint8))
     images = open_split(args, "val")
     session.print(*images.notes)
-    windows = SlidingWindows(args.image_scale, args.stride)
+    windows = SlidingWindows(args.image_scale, args.stride, args.window_weights)
     evaluate_val = partial(evaluate, images=images, classes=classes, windows=windows)
     return common.evaluate_trained(trained, args, session, images, evaluate_val, describe_scores, PICTURE)
 

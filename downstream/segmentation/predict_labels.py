@@ -1,7 +1,7 @@
 """Label maps of images without labels, and pictures of them.
 
-    OUT/labels/NAME.png      uint8 in the size of the image, with the values of the training's label files; .tif, tiled
-                             and with the geo tags of the image, for a TIFF
+    OUT/labels/NAME.png      palette PNG in the size of the image, with the values of the training's label files; .tif,
+                             tiled, with the geo tags of the image and the names of the classes, for a TIFF
     OUT/pictures/NAME.png    the image under the colours of its classes, for the first images
 
 Images are seen as in the evaluation of the run, scaled into its --image_scale. With `keep_size` they are not scaled,
@@ -10,10 +10,12 @@ in all channels have the value of --ignore_index.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.sax.saxutils import escape
 
 import numpy as np
 import torch
@@ -25,22 +27,25 @@ from downstream.common import scaled_size
 from downstream.pictures import as_picture, default_colors
 from downstream.segmentation.data import LabelValues, resize_image
 from downstream.segmentation.engine_segmentation import resize_logits, slide_logits, slide_rows, window_starts
-from downstream.segmentation.large_tiffs import LargeTiff, is_tiff, read_geo_tags, size_of_tiff
+from downstream.segmentation.large_tiffs import LargeTiff, Tags, is_tiff, read_geo_tags, size_of_tiff
 from encoders.trained import Trained
 from util.atomic import replaced_file
 from util.data.decode import max_pixels
-from util.data.images import EncodedImages, ImageError
+from util.data.images import EncodedImages, ImageError, evenly_spaced
 from util.data.invalid_pixels import invalid_everywhere, resize_valid
 from util.data.pixel_format import tifffile
 from util.data.transforms import Size
 from util.evaluate.loop import EvalContext
-from util.evaluate.predictions import Progress, output_paths, prepared_batches
-from util.pictures import INVALID_COLOR, save
+from util.evaluate.predictions import Progress, Results, name_of, output_paths, prepared_batches, print_tenth
+from util.pictures import save
 
 MAX_WHOLE = 2**22  # pixels of a TIFF that is predicted as a whole, if it is not scaled
 TILE = 256  # side of the tiles of label maps
 PICTURE = 1024  # longest side of a picture
-GDAL_NODATA = 42113  # a tag
+STRIPE = 4  # width of the stripes of pixels without a class, in pixels of a picture
+MAX_SHRINK = 2.0
+GDAL_METADATA = 42112  # tags
+GDAL_NODATA = 42113
 
 
 class Seen(NamedTuple):
@@ -78,7 +83,10 @@ def take_nearest(array: np.ndarray, size: Size) -> np.ndarray:
 
 
 class LabelMaps:
-    """Predicts and writes the label maps of images. num_pictures: how many of the first images have a picture."""
+    """Predicts and writes the label maps of images.
+
+    num_pictures: how many of the first images have a picture. window_weights: default: those of the run.
+    """
 
     def __init__(
         self,
@@ -88,6 +96,7 @@ class LabelMaps:
         context: EvalContext,
         keep_size: bool = False,
         num_pictures: int = 0,
+        window_weights: str | None = None,
     ) -> None:
         settings = trained.settings
         info = trained.weights.info
@@ -96,6 +105,7 @@ class LabelMaps:
         self.context = context
         self.num_pictures = num_pictures
         self.stride = settings["stride"]
+        self.weights = window_weights or settings["window_weights"]
         self.image_scale = None if keep_size else settings["image_scale"]
         self.values = LabelValues(settings["num_classes"], settings["ignore_index"], settings["reduce_zero_label"])
         self.class_names = info.classes or [str(k) for k in range(self.values.num_classes)]
@@ -104,6 +114,7 @@ class LabelMaps:
             self.values.num_classes
         )
         self.paths = output_paths(out / "labels", images, label_ending)
+        self.results = Results(out, images, partial(name_of, images))  # of maps that are written
         self.picture_paths = output_paths(out / "pictures", images, lambda name: ".png")
         if tifffile is None and any(path.suffix == ".tif" for path in self.paths):
             raise ValueError("label maps of TIFFs are TIFFs, which tifffile writes: pip install tifffile")
@@ -116,7 +127,30 @@ class LabelMaps:
 
     def missing(self) -> list[int]:
         """Returns the images without a label map."""
-        return [i for i in range(len(self.images)) if not self.paths[i].exists()]
+        return [i for i, path in enumerate(self.paths) if i not in self.results.by_index or not path.exists()]
+
+    def note_scale(self, is_chosen: bool) -> list[str]:
+        """Returns a note if images of a sample are shrunk into --image_scale of the run, which names the largest.
+
+        ValueError if it is shrunk more than MAX_SHRINK times, unless that `is_chosen`.
+        """
+        if self.image_scale is None:
+            return []
+        longest, shortest = self.image_scale
+        factor = 1.0
+        text = ""
+        for i in evenly_spaced(len(self.images), self.images.num_checked).tolist():
+            with suppress(ImageError):  # it is named later
+                _, size = self.images.read_header(i)
+                found = size[0] / scaled_size(size, longest, shortest)[0]
+                if found > factor:
+                    factor = found
+                    text = f"{self.images.path(i)!r} of {size[1]} x {size[0]} pixels is shrunk {factor:.3g} times"
+        if factor > MAX_SHRINK and not is_chosen:
+            raise ValueError(f"{text} into --image_scale of the run: give --keep_size, or --no-keep_size to shrink it")
+        if not text:
+            return []
+        return [f"note: {text}; --keep_size keeps it"]
 
     @torch.no_grad()
     def write_missing(self, progress: Progress) -> None:
@@ -157,7 +191,7 @@ class LabelMaps:
     def predict_whole(self, i: int, seen: Seen) -> None:
         """Writes the label map of an image in memory."""
         img = self.normalized(seen.img)
-        logits = slide_logits(self.logits_of_windows, img, self.model.img_size, self.stride)
+        logits = slide_logits(self.logits_of_windows, img, self.model.img_size, self.stride, self.weights)
         size = (seen.invalid.shape[0], seen.invalid.shape[1])
         labels = self.label_values(resize_logits(logits, size), seen.invalid)
         if i < self.num_pictures:
@@ -181,9 +215,11 @@ class LabelMaps:
             height, width = tiff.size
             labels = np.empty((height, width), np.uint8)
             window = self.model.img_size
-            parts = slide_rows(self.logits_of_windows, read, tiff.size, window, self.stride)
+            parts = slide_rows(self.logits_of_windows, read, tiff.size, window, self.stride, self.weights)
             num_parts = len(window_starts(height, window[0], self.stride))
-            for rows, logits in tqdm(parts, total=num_parts, unit="row of windows", leave=False, disable=None):
+            bar = tqdm(parts, total=num_parts, unit="row of windows", leave=False, disable=None)
+            for number, (rows, logits) in enumerate(bar):
+                print_tenth(number, number + 1, num_parts, f"rows of windows of {tiff.path!r}")
                 invalid = np.zeros((len(labels[rows]), width), bool)
                 if tiff.pixels.has_invalid:
                     invalid = find_invalid(tiff.read(rows))
@@ -216,19 +252,14 @@ class LabelMaps:
         path = self.paths[i]
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced_file(path) as temporary:
-            if path.suffix != ".tif":
-                Image.fromarray(labels).save(temporary)
-                return
-            nodata = str(self.values.ignore_index)
-            tifffile.imwrite(
-                temporary,
-                labels,
-                tile=(TILE, TILE),
-                compression="zlib",
-                photometric="minisblack",
-                extratags=[*read_geo_tags(self.images.source(i)), (GDAL_NODATA, 2, len(nodata) + 1, nodata, True)],
-                metadata=None,
-            )
+            if path.suffix == ".tif":
+                tags = gdal_tags(self.values.ignore_index, self.facts()["classes"])
+                write_label_tiff(temporary, labels, self.palette, [*read_geo_tags(self.images.source(i)), *tags])
+            else:
+                picture = Image.fromarray(labels)
+                picture.putpalette(self.palette.tobytes())
+                picture.save(temporary)
+        self.results.add(i, None)
 
     def write_picture(self, i: int, img: Tensor, labels: np.ndarray) -> None:
         """Writes a normalised image [C, h, w] of any size under the colours of a label map [H, W]."""
@@ -236,10 +267,37 @@ class LabelMaps:
         shown = take_nearest(as_picture(img, self.context.normalize), size)
         values = take_nearest(labels, size)
         blend = (shown.astype(np.float32) + self.palette[values]) / 2
-        blend[values == self.values.ignore_index] = INVALID_COLOR
+        stripes = np.add.outer(np.arange(size[0]), np.arange(size[1])) // STRIPE % 2 * 255
+        is_invalid = values == self.values.ignore_index
+        blend[is_invalid] = stripes[is_invalid, None]
         path = self.picture_paths[i]
         path.parent.mkdir(parents=True, exist_ok=True)
         save(blend.round().astype(np.uint8), path)
+
+
+def gdal_tags(no_class: int, names: Mapping[str, str]) -> Tags:
+    """Returns the tags by which GDAL knows the value of pixels without a class, and the name of each value."""
+    items = "".join(f'<Item name="class_{value}">{escape(name)}</Item>' for value, name in names.items())
+    tags: Tags = []
+    for code, text in ((GDAL_NODATA, str(no_class)), (GDAL_METADATA, f"<GDALMetadata>{items}</GDALMetadata>")):
+        encoded = text.encode() + b"\0"
+        tags.append((code, 2, len(encoded), encoded, True))
+    return tags
+
+
+def write_label_tiff(path: Path, labels: np.ndarray, palette: np.ndarray, tags: Tags) -> None:
+    """Writes a label map as a tiled TIFF with a colour table. palette: uint8 [256, 3]."""
+    colormap = palette.T.astype(np.uint16) * 257
+    tifffile.imwrite(
+        path,
+        labels,
+        tile=(TILE, TILE),
+        compression="zlib",
+        photometric="palette",
+        colormap=colormap,
+        extratags=tags,
+        metadata=None,
+    )
 
 
 def label_ending(name: str) -> str:

@@ -31,11 +31,10 @@ class Probabilities:
         self.path = out / CSV
         self.context = context
         self.crop = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], images.use_pillow)
-        self.results = Results(out)
+        self.results = Results(out, images, self.place)
 
     def missing(self) -> list[int]:
-        """Returns the images without results."""
-        return [i for i in range(len(self.images)) if self.place(i) not in self.results.by_name]
+        return self.results.missing()
 
     def place(self, i: int) -> str:
         """Returns the path of an image, whatever folder the program is started in."""
@@ -55,7 +54,7 @@ class Probabilities:
             if not logits.isfinite().all():
                 raise FloatingPointError("the logits are not finite: try --precision fp32, and check --mean and --std")
             for (i, _), row in zip(batch, logits.softmax(dim=1).tolist(), strict=True):
-                self.results.add(self.place(i), [f"{value:.6g}" for value in row])
+                self.results.add(i, [f"{value:.6g}" for value in row])
         # Names of files need not be UTF-8.
         with (
             replaced_file(self.path) as temporary,
@@ -63,6 +62,5 @@ class Probabilities:
         ):
             writer = csv.writer(file)
             writer.writerow(["image", *self.classes])
-            for i in range(len(self.images)):
-                if self.place(i) in self.results.by_name:
-                    writer.writerow([self.images.path(i), *self.results.by_name[self.place(i)]])
+            for i, probabilities in sorted(self.results.by_index.items()):
+                writer.writerow([self.images.path(i), *probabilities])

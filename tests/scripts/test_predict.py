@@ -22,7 +22,8 @@ from tests.runs import evaluate, finetune, refused
 from util.data import decode, pixel_format
 from util.data.images import ImageFiles
 from util.data.transforms import ResizeCenterCrop, to_tensor
-from util.evaluate.predictions import RECORD, Results, name_of, open_unlabelled, output_paths
+from util.evaluate.predictions import RECORD, name_of, open_unlabelled, output_paths
+from util.evaluate.predictions import RESULTS as RESULT_LINES
 from util.evaluate.results import RESULTS
 from util.run.files.reports import read_json
 
@@ -101,17 +102,29 @@ def test_new_images_and_those_after_an_interruption_are_added(classified, labell
     first.rename(tmp_path / "kept.png")
     run(classified, tmp_path / "images", tmp_path / "out")
     (tmp_path / "kept.png").rename(first)
-    lines = Results(tmp_path / "out").path
-    known = Results(tmp_path / "out").by_name
-    assert len(known) == len(expected) - 1
-    lines.unlink()
-    Results(tmp_path / "out").add(str(second), ["done", "before"])
-    lines.write_text(lines.read_text() + "\n" + json.dumps([str(first), ["0.1", "0.9"]])[:-1])
+    path = tmp_path / "out" / RESULT_LINES
+    lines = path.read_text().split("\n")
+    assert len(lines) == len(expected)  # the first one is empty
+    (line,) = [line for line in lines if str(second) in line]
+    _, stamp, _ = json.loads(line)
+    cut = json.dumps([str(first), stamp, ["0.1", "0.9"]])[:-1]
+    path.write_text("\n".join([json.dumps([str(second), stamp, ["done", "before"]]), cut]))
     monkeypatch.chdir(tmp_path)
     run(classified, "images", "out")  # the folder is named in another way
     found = [[row["cat"], row["dog"]] for row in rows_of(tmp_path / "out")]
     wanted = [[row["cat"], row["dog"]] for row in expected]
     assert found == [wanted[0], ["done", "before"], *wanted[2:]]
+
+
+def test_an_image_that_is_replaced_is_predicted_again(classified, labelled, expected, tmp_path):
+    shutil.copytree(labelled / "val", tmp_path / "images")
+    first, second, *_ = sorted((tmp_path / "images").rglob("*.png"))
+    run(classified, tmp_path / "images", tmp_path / "out")
+    shutil.copyfile(second, first)
+    run(classified, tmp_path / "images", tmp_path / "out")
+    found = [[row["cat"], row["dog"]] for row in rows_of(tmp_path / "out")]
+    wanted = [[row["cat"], row["dog"]] for row in expected]
+    assert found == [wanted[1], *wanted[1:]] != wanted
 
 
 def test_what_cannot_be_read_is_named_and_the_others_go_on(classified, labelled, expected, tmp_path, capsys):
@@ -175,6 +188,7 @@ def test_label_maps_have_the_score_of_the_run(segmented, striped, tmp_path):  # 
     pairs = []
     for name in names:
         pairs.append((np.array(Image.open(truths / name)), np.array(Image.open(tmp_path / "labels" / name))))
+        assert Image.open(tmp_path / "labels" / name).mode == "P"
     last = read_json(segmented / RESULTS)["last"]
     assert mean_iou(pairs, 3) == pytest.approx(last["val_miou"])
     record = read_json(tmp_path / "predict.json")
@@ -296,6 +310,9 @@ def test_a_scene_in_parts_is_the_scene_as_a_whole(scenes, in_parts, tmp_path):
         write_layout(tmp_path / "scenes" / f"{name}.tif", array, **layout)
     assert run(folder, tmp_path / "scenes", tmp_path / "out", "--keep_size") == 0
     expected = slow_labels(folder, array) + 1
+    record = read_json(tmp_path / "out" / RECORD)
+    names = record["classes"]
+    colors = record["colors"]
     for name in LAYOUTS:
         with rasterio.open(tmp_path / "out" / "labels" / f"{name}.tif") as file:
             assert (file.read(1) != expected).mean() < 1e-3, name  # rounding
@@ -305,9 +322,53 @@ def test_a_scene_in_parts_is_the_scene_as_a_whole(scenes, in_parts, tmp_path):
                 assert file.crs == scene.crs == rasterio.crs.CRS.from_epsg(32633)
                 assert file.transform == scene.transform == rasterio.Affine(10, 0, 5e5, 0, -10, 4.6e6)
             assert file.nodata == 255
+            assert {value: list(file.colormap(1)[int(value)][:3]) for value in colors} == colors
+            assert {value: file.tags()[f"class_{value}"] for value in names} == names
         picture = np.array(Image.open(tmp_path / "out" / "pictures" / f"{name}.png"))
         assert picture.shape == (77, 53, 3)
         assert (picture.max(axis=2) > 0).all()  # no part is left out
+
+
+def test_scenes_are_not_shrunk_without_a_word(scenes, tmp_path, capsys):
+    """--image_scale is 64 24: a shorter side of 30 becomes 24."""
+    folder, _ = scenes
+    for side in (24, 30, 49):
+        (tmp_path / str(side)).mkdir()
+        write_array(tmp_path / str(side) / "scene.tif", bands(9, size=(side, 60)))
+    capsys.readouterr()
+    for side, is_noted in ((24, False), (30, True)):
+        assert run(folder, tmp_path / str(side), tmp_path / f"out_{side}") == 0
+        assert ("1.25 times" in capsys.readouterr().out) == is_noted
+    words = [folder, tmp_path / "49", "--output_dir", tmp_path / "out", "--device", "cpu"]
+    assert "--keep_size" in refused(capsys, predict.main, *words)
+    assert run(folder, tmp_path / "49", tmp_path / "out", "--no-keep_size", "--num_workers", 0) == 0
+
+
+def test_weights_of_windows_are_those_of_the_evaluation(scenes, tmp_path):
+    folder, data = scenes
+    write_pairs(data / "more", 4, "validation", size=(60, 60), values=(0, 1, 2, 3, 255))
+    images = write_bands(data / "more", ".tif") / "images" / "validation"
+    maps = {}
+    for weights in ("equal", "gaussian"):
+        flags = ["--window_weights", weights, "--no-keep_size", "--num_workers", "0"]
+        run(folder, images, tmp_path / weights, *flags)
+        pairs = []
+        for path in sorted((data / "more" / "annotations" / "validation").glob("*.png")):
+            pairs.append((np.array(Image.open(path)), read_tiff(tmp_path / weights / "labels" / f"{path.stem}.tif")))
+        scores = segment.evaluate(data / "more", folder, "--window_weights", weights)
+        assert mean_iou(pairs, 3, first=1, ignore=(0, 255)) == pytest.approx(scores["miou"])
+        maps[weights] = np.stack([predicted for _, predicted in pairs])
+    assert (maps["equal"] != maps["gaussian"]).any()
+
+
+def test_a_line_is_printed_after_each_tenth(scenes, in_parts, tmp_path, capsys):
+    """Of the images, and of the parts of a large one. A terminal has a bar instead."""
+    folder, _ = scenes
+    write_array(tmp_path / "scene.tif", bands(9, size=(20, 216)))  # 21 rows of windows
+    capsys.readouterr()
+    run(folder, tmp_path / "scene.tif", tmp_path / "out", "--keep_size")
+    lines = [line for line in capsys.readouterr().out.splitlines() if " of 21 rows" in line]
+    assert len(lines) == (10 if in_parts else 0)
 
 
 def write_turned(path, array):
@@ -412,6 +473,17 @@ def test_label_maps_that_exist_are_done(segmented, striped, tmp_path):  # noqa: 
     run(segmented, images, tmp_path)
     assert first.read_bytes() == expected
     assert second.read_bytes() == b"done before"
+
+
+def test_the_map_of_an_image_that_is_replaced_is_made_again(segmented, striped, tmp_path):  # noqa: F811
+    shutil.copytree(striped / "images" / "validation", tmp_path / "images")
+    run(segmented, tmp_path / "images", tmp_path / "out")
+    before, after, *_ = sorted(path for path in (tmp_path / "images").iterdir() if path.is_file())
+    first, second, *_ = sorted((tmp_path / "out" / "labels").glob("*.png"))
+    assert first.read_bytes() != second.read_bytes()
+    shutil.copyfile(after, before)
+    run(segmented, tmp_path / "images", tmp_path / "out")
+    assert first.read_bytes() == second.read_bytes()
 
 
 # ------------------------------------------------------------------------------------------------------------ detection

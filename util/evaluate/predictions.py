@@ -102,17 +102,24 @@ def output_paths(folder: Path, images: EncodedImages, ending: Callable[[str], st
 
 
 class Progress:
-    """Counts the images of a program, shows a bar on a terminal, and names what cannot be read on stderr."""
+    """Counts the images of a program, and names what cannot be read on stderr.
+
+    It shows a bar on a terminal, and prints a line after each tenth elsewhere.
+    """
 
     def __init__(self, num_images: int, num_done: int) -> None:
         """num_done: images whose outputs are there already."""
         if num_done:
             print(f"already done: {num_done} of {count_of(num_images, 'image')}", flush=True)
         self.num_unreadable = 0
+        self.num_images = num_images
+        self.num_done = num_done
         self.bar = tqdm(total=num_images, initial=num_done, unit="image", disable=not sys.stderr.isatty())
 
     def step(self, num_images: int) -> None:
         self.bar.update(num_images)
+        print_tenth(self.num_done, self.num_done + num_images, self.num_images, "images")
+        self.num_done += num_images
 
     def fail(self, message: str) -> None:
         """Names an image that cannot be read."""
@@ -121,6 +128,12 @@ class Progress:
 
     def close(self) -> None:
         self.bar.close()
+
+
+def print_tenth(before: int, now: int, total: int, unit: str) -> None:
+    """Prints how many of `total` are done, unless stderr is a terminal, or no further tenth is."""
+    if not sys.stderr.isatty() and 10 * now // total > 10 * before // total:
+        print(f"{now} of {total} {unit}", flush=True)
 
 
 class PreparedImages(torch.utils.data.Dataset):
@@ -214,21 +227,43 @@ def write_record(folder: Path, settings: Mapping[str, Any], facts: Mapping[str, 
     write_json(path, {"settings": settings, **facts})
 
 
+def stamp_of(images: EncodedImages, i: int) -> list[int] | None:
+    """Returns size and time of change of an image, None if it has no file of its own."""
+    try:
+        status = os.stat(images.path(i))
+    except OSError:  # a member of a tar
+        return None
+    return [status.st_size, status.st_mtime_ns]
+
+
 class Results:
-    """Results of images that become one file at the end: {name: result}. Until then, a file holds a line for each."""
+    """Results of images that become one file at the end: {i: result}. Until then, a file holds a line for each.
 
-    def __init__(self, folder: Path) -> None:
+    key: names image i. An image whose file has changed has no result.
+    """
+
+    def __init__(self, folder: Path, images: EncodedImages, key: Callable[[int], str]) -> None:
         self.path = folder / RESULTS
-        self.by_name: dict[str, Any] = {}
-        if not self.path.exists():
-            return
-        for line in self.path.read_text().split("\n"):
-            with suppress(ValueError):  # an interruption leaves a part of a line
-                name, result = json.loads(line)
-                self.by_name[name] = result
+        self.keys = [key(i) for i in range(len(images))]
+        self.stamps = [stamp_of(images, i) for i in range(len(images))]
+        self.by_index: dict[int, Any] = {}
+        lines: dict[str, tuple[Any, Any]] = {}
+        if self.path.exists():
+            for line in self.path.read_text().split("\n"):
+                with suppress(ValueError):  # an interruption leaves a part of a line
+                    name, stamp, result = json.loads(line)
+                    lines[name] = stamp, result
+        for i, name in enumerate(self.keys):
+            stamp, result = lines.get(name, (False, None))
+            if stamp == self.stamps[i]:
+                self.by_index[i] = result
 
-    def add(self, name: str, result: Any) -> None:
+    def missing(self) -> list[int]:
+        """Returns the images without results."""
+        return [i for i in range(len(self.keys)) if i not in self.by_index]
+
+    def add(self, i: int, result: Any) -> None:
         """Adds the result of an image, which JSON can hold."""
-        self.by_name[name] = result
+        self.by_index[i] = result
         with open(self.path, "a") as file:
-            file.write("\n" + json.dumps([name, result]))
+            file.write("\n" + json.dumps([self.keys[i], self.stamps[i], result]))

@@ -1,5 +1,7 @@
 """Losses, slide inference and scores against slow derivations; colours."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch.testing import assert_close
 
 from downstream.segmentation.data import IGNORE
 from downstream.segmentation.engine_segmentation import (
+    WINDOW_WEIGHTS,
     read_classes,
     segmentation_losses,
     slide_logits,
@@ -78,8 +81,9 @@ def test_windows_cover_the_axis(length, expected):
     assert window_starts(length, 512, 341) == expected
 
 
+@pytest.mark.parametrize("window_weights", WINDOW_WEIGHTS)
 @pytest.mark.parametrize("size", [(16, 16), (16, 37), (29, 21), (9, 30), (7, 5)])
-def test_slide_inference_of_a_constant_model_is_whole_inference(size):
+def test_slide_inference_of_a_constant_model_is_whole_inference(size, window_weights):
     """Logits that depend on the pixel alone are the same in every window."""
     weights = torch.randn(5, 3, dtype=torch.float64)
 
@@ -87,12 +91,13 @@ def test_slide_inference_of_a_constant_model_is_whole_inference(size):
         return torch.einsum("kc,nchw->nkhw", weights, imgs)
 
     img = torch.randn(3, *size, dtype=torch.float64)
-    logits = slide_logits(predict, img, (16, 16), 10)
+    logits = slide_logits(predict, img, (16, 16), 10, window_weights)
     whole = predict(img[None])[0]
     assert_close(logits.double(), whole, rtol=1e-5, atol=1e-5)
 
 
-def test_slide_inference_is_the_mean_over_windows():
+@pytest.mark.parametrize("window_weights", WINDOW_WEIGHTS)
+def test_slide_inference_is_the_mean_over_windows(window_weights):
     """Against loops over windows, with a model that sees its whole window. 16 windows are two batches."""
     sizes = []
 
@@ -101,6 +106,10 @@ def test_slide_inference_is_the_mean_over_windows():
         return imgs + imgs.mean(dim=(1, 2, 3), keepdim=True)
 
     img = torch.randn(2, 20, 23)
+    weights = torch.ones(8, 8)
+    if window_weights == "gaussian":
+        for y, x in np.ndindex(8, 8):
+            weights[y, x] = math.exp(-((y - 3.5) ** 2 + (x - 3.5) ** 2) / 2)  # the deviation is an eighth
     total = torch.zeros(2, 20, 23)
     count = torch.zeros(20, 23)
     for top in (0, 5, 10, 12):
@@ -108,10 +117,10 @@ def test_slide_inference_is_the_mean_over_windows():
             rows = slice(top, top + 8)
             columns = slice(left, left + 8)
             window = img[:, rows, columns]
-            total[:, rows, columns] += predict(window[None])[0]
-            count[rows, columns] += 1
+            total[:, rows, columns] += weights * predict(window[None])[0]
+            count[rows, columns] += weights
     sizes.clear()
-    logits = slide_logits(predict, img, (8, 8), 5)
+    logits = slide_logits(predict, img, (8, 8), 5, window_weights)
     assert_close(logits, total / count)
     assert sizes == [8, 8]
 
