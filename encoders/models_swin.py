@@ -346,9 +346,9 @@ class SwinEncoder(nn.Module):
             result and is slower.
         """
         grouped = self.grouped_stages(len(units))
-        if groupings and len(groupings) != len(grouped):
-            raise ValueError(f"{len(grouped)} groupings are needed, or none, got {len(groupings)}")
-        grouping_of = dict(zip(grouped, groupings, strict=False))
+        grouping_of: dict[GroupedWindows, Tensor] = {}
+        if groupings:
+            grouping_of = dict(zip(grouped, groupings, strict=True))
         x = tokens
         for stage in self.layers:
             side = x.shape[2]

@@ -79,8 +79,6 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         visible_source: str = "embed",
         **arguments: Any,
     ) -> None:
-        if visible_source not in VISIBLE_SOURCES:
-            raise ValueError(f"unknown visible_source {visible_source!r}, choose from {', '.join(VISIBLE_SOURCES)}")
         super().__init__(**{**LARGE, **arguments})
         self.decoder_embed_dim = decoder_embed_dim
         self.decoder_depth = decoder_depth
@@ -276,8 +274,6 @@ class CrossAttention(nn.Module):
 
     def __init__(self, dim: int, context_dim: int, num_heads: int) -> None:
         super().__init__()
-        if dim % num_heads:
-            raise ValueError(f"width {dim} does not divide into {num_heads} heads")
         self.num_heads = num_heads
         self.q = nn.Linear(dim, dim)
         self.kv = nn.Linear(context_dim, 2 * dim)

@@ -99,8 +99,6 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
-        if decoder_order not in DECODER_ORDERS:
-            raise ValueError(f"unknown decoder_order {decoder_order!r}, choose from {', '.join(DECODER_ORDERS)}")
         self.decoder_order = decoder_order
         for module in self.modules():
             if isinstance(module, torch.nn.LayerNorm):

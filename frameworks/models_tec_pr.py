@@ -343,8 +343,6 @@ class EncoderAdaptor(nn.Module):
 
     def __init__(self, dim: int, depth: int, num_adap: int, hidden_dim: int) -> None:
         super().__init__()
-        if depth % num_adap:
-            raise ValueError(f"{depth} blocks do not divide into num_adap {num_adap} groups")
         self.adap_before = nn.LayerNorm(depth * dim)  # with torch's epsilon, 1e-5, as in the release
         blocks_of_group = depth // num_adap
         self.fuse_fcs = nn.ModuleList(nn.Linear(blocks_of_group * dim, dim) for _ in range(num_adap))

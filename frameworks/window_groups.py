@@ -20,10 +20,8 @@ def group_windows(counts: Sequence[int] | np.ndarray, group_size: int) -> list[l
     The first group is the fullest that is possible, the second the fullest of the remaining windows, and so on. Of
     equally full groups the one without the last window is taken, then without the one before it, and so on.
 
-    counts: number of tokens in each window, from 1 to `group_size`. Raises ValueError for other counts.
+    counts: number of tokens in each window, from 1 to `group_size`.
     """
-    if not all(1 <= count <= group_size for count in counts):
-        raise ValueError(f"windows must hold from 1 to {group_size} tokens, a group's size; got {list(counts)}")
     up_to_group_size = (1 << (group_size + 1)) - 1  # bits 0 to group_size
     remaining = list(range(len(counts)))
     groups = []
