@@ -10,7 +10,8 @@ from torch import Tensor, nn
 import models_vit
 from encoders.trained import Trained
 from util import collectives
-from util.data.images import EncodedImages
+from util.data.decode import is_turned
+from util.data.images import EncodedImages, evenly_spaced
 from util.data.open import refuse_other_data
 from util.data.statistics import normalizer
 from util.data.transforms import Size
@@ -29,7 +30,8 @@ from util.run.start.flags import (
     add_run_flags,
     add_update_flags,
 )
-from util.run.start.plan import Plan, RunSchedule, check_same
+from util.run.start.plan import RunSchedule, check_same
+from util.run.start.run import Run
 from util.run.train.loop import TrainLoop
 from util.text import count_of
 
@@ -205,21 +207,19 @@ class StepDecay:
         return rate
 
 
-def schedule_by_iterations(
-    args: argparse.Namespace,
-    plan: Plan,
-    steps_per_epoch: int,
-    learning_rate: Callable[..., float],
-) -> RunSchedule:
-    """Returns the schedule of a run whose flags count iterations."""
+def schedule_by_iterations(run: Run, steps_per_epoch: int, learning_rate: Callable[..., float]) -> RunSchedule:
+    """Returns the schedule of a run whose flags count iterations. It notes a very long one."""
+    args = run.args
     epochs = args.num_iters / steps_per_epoch
-    length = f"{count_of(args.num_iters, 'iteration')}, {epochs:.4g} epochs of {count_of(steps_per_epoch, 'step')}"
+    length = f"{count_of(args.num_iters, 'iteration')}, {epochs:,.1f} epochs of {count_of(steps_per_epoch, 'step')}"
+    if epochs > 1000:
+        run.note(f"note: each image is seen {epochs:,.0f} times: --num_iters {args.num_iters} is meant for more images")
     return RunSchedule(
         steps_per_epoch=steps_per_epoch,
         num_steps=args.num_iters,
         keep_every=args.save_every,
         learning_rate=learning_rate,
-        summary=f"{length}, {args.warmup_iters:g} of warm-up, peak learning rate {plan.lr:.4g}",
+        summary=f"{length}, {args.warmup_iters:g} of warm-up, peak learning rate {run.plan.lr:.4g}",
         pauses=(args.eval_every, args.save_every),
         epochs=epochs,
         unit="iteration",
@@ -327,6 +327,11 @@ def open_everywhere(args: argparse.Namespace, split: str, open_split: Callable[[
         return images
 
     images = collectives.run_everywhere(open_and_check)
+    looked_at = evenly_spaced(len(images), 1000).tolist()
+    num_turned = sum(is_turned(images.path(i)) for i in looked_at)
+    if num_turned:
+        turned = f"{num_turned} of {count_of(len(looked_at), 'image')} have an EXIF orientation, which is ignored"
+        images.notes.append(f"note: {turned}: boxes and labels must fit the stored pixels")
     refuse_other_data(images, split)
     if args.check_data:
         survey.report_split(split, images)

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,14 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from util.atomic import replaced_file
+from util.text import printable
 from util.tokens import RETAINED, THROWN
 
 # Paul Tol's high-contrast blue and yellow, which colour-blind readers and grey prints distinguish, too.
 COLORS = {RETAINED: (68, 119, 170), THROWN: (221, 170, 51)}
 INVALID_COLOR = (187, 85, 102)  # the red of the same palette
 _INK = (40, 40, 40)
-_PAPER = (255, 255, 255)
+PAPER = (255, 255, 255)
 _GAP = 6  # pixels between the panels of a table
 
 
@@ -113,7 +114,7 @@ def table(rows: list[list[np.ndarray]], titles: Sequence[str]) -> np.ndarray:
     step_down = height + _GAP
     step_right = width + _GAP
     size = (_GAP + len(rows[0]) * step_right, head + len(rows) * step_down)
-    canvas = Image.new("RGB", size, _PAPER)
+    canvas = Image.new("RGB", size, PAPER)
     draw = ImageDraw.Draw(canvas)
     for j, title in enumerate(titles):
         left = _GAP + j * step_right
@@ -123,6 +124,15 @@ def table(rows: list[list[np.ndarray]], titles: Sequence[str]) -> np.ndarray:
         for j, panel in enumerate(row):
             left = _GAP + j * step_right
             canvas.paste(Image.fromarray(panel), (left, top))
+    return np.asarray(canvas)
+
+
+def write_lines(picture: np.ndarray, lines: Mapping[str, tuple[int, ...]]) -> np.ndarray:
+    """Writes lines on uint8 [H, W, 3]. lines: {text: its colour}."""
+    canvas = Image.fromarray(picture)
+    draw = ImageDraw.Draw(canvas)
+    for k, (text, color) in enumerate(lines.items()):
+        draw.text((4, 2 + 16 * k), printable(text), fill=color, font=_font(12), stroke_width=2, stroke_fill=_INK)
     return np.asarray(canvas)
 
 

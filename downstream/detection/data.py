@@ -77,7 +77,7 @@ class CocoImages(ImageFiles):
         notes = []
         num_beyond = count_beyond(content)
         if num_beyond:
-            notes.append(f"boxes that reach beyond their image are cut: {num_beyond}")
+            notes.append(f"boxes that reach beyond their image are cut: {num_beyond} of {len(content['annotations'])}")
         if training:
             with_objects = [image for image in images if annotated[image["id"]]]
             num_without = len(images) - len(with_objects)

@@ -12,9 +12,9 @@ from downstream.detection.data import CocoImages, DetectionBatch, PadAndStack, R
 from downstream.detection.metrics import average_precision
 from downstream.detection.objects import DetectedObject, annotated_objects, coco_results, detections_in_image
 from downstream.detection.pictures import ShownImage, draw_pictures
-from downstream.pictures import as_picture
 from util import collectives
 from util.data.datasets import AddressedDataset
+from util.data.pictures import as_picture
 from util.data.transforms import Size
 from util.evaluate.loop import EvalContext, evaluation_batches, share_of_rank
 from util.evaluate.results import Evaluation
@@ -124,8 +124,7 @@ def detect_all(
             results += coco_results(objects, int(images.ids[index]), category_ids)
             if len(shown) < num_pictures:
                 pixels, _ = images.load(index)
-                whole = torch.from_numpy(pixels).permute(2, 0, 1).to(device)
-                img = as_picture(context.normalize(whole), context.normalize, whole.isnan())
+                img = as_picture(torch.from_numpy(pixels).permute(2, 0, 1), context.normalize)
                 shown.append(ShownImage(img, annotated_objects(images, index), objects))
     model.train(was_training)
     if collectives.all_reduce_sum(num_bad) > 0:

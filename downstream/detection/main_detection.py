@@ -26,11 +26,12 @@ from downstream.detection.data import CocoImages, LargeScaleJitter, PadAndStack
 from downstream.detection.engine_detection import detection_losses, evaluate
 from downstream.detection.masks import coco_masks
 from downstream.detection.models import build_detector
+from downstream.detection.pictures import draw_sample
 from downstream.recipes import DETECTION_RECIPES, MASK_RCNN_DEFAULTS
 from encoders.load import load_encoder
 from encoders.trained import load
 from util.data.datasets import AddressedDataset
-from util.data.images import check_classes, check_splits
+from util.data.images import check_classes, check_splits, note_on_small_images
 from util.data.open import marks_of
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
@@ -215,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         chosen: dict[str, Any] = {"masks": masks, "categories": [list(category) for category in images.categories]}
         if run.resumed is not None:
             check_categories(run.resumed.settings["categories"], images, f"the run in {str(run.output_dir)!r}")
-        run.note(*val_images.notes)
+        run.note(*val_images.notes, *note_on_small_images(images, [args.input_size]))
         statistics = run.pixel_statistics(images)
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
@@ -230,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         loader = TrainLoader(dataset, PadAndStack(args.input_size), model.img_size, run.plan, run.process, args.seed)
 
         rate = StepDecay(args.num_iters, args.warmup_iters, run.plan.lr, args.lr_drops)
-        schedule = schedule_by_iterations(args, run.plan, loader.steps_per_epoch, rate)
+        schedule = schedule_by_iterations(run, loader.steps_per_epoch, rate)
         settings = {**chosen, "patch_size": model.patch_size}
         facts = RunFacts(statistics, settings, val_images)
         training = Training(run, model, optimizer, dataset, schedule, facts)
@@ -240,7 +241,8 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         evaluate_val = partial(evaluate, model, val_images, val_masks, args.num_pictures)
         evaluator = Evaluator(training, evaluate_val, describe_scores, picture_name=PICTURE)
         train_steps = partial(common.train_iterations, compute_losses=detection_losses)
-        return training.train(train_steps, loader.open, [evaluator], lambda: evaluator.summary(name))
+        draw = partial(draw_sample, names=[name for _, name in images.categories])
+        return training.train(train_steps, loader.open, [evaluator], lambda: evaluator.summary(name), draw)
 
 
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, Any]:

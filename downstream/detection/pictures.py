@@ -7,12 +7,13 @@ import numpy as np
 import torch
 from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
+from downstream.detection.data import DetectionSample
 from downstream.detection.objects import DetectedObject
-from downstream.pictures import default_colors, panel
+from downstream.pictures import default_colors
+from util.data.pictures import PANEL, panel
 from util.pictures import table
 
 MIN_SCORE = 0.5  # of a detection that is shown
-PANEL = 384  # side of an image in a picture, in pixels
 
 
 class ShownImage(NamedTuple):
@@ -32,11 +33,15 @@ def draw_pictures(shown: Sequence[ShownImage], names: Sequence[str]) -> np.ndarr
     return table(rows, ["truth", f"detections with a score of at least {MIN_SCORE}"])
 
 
+def draw_sample(picture: np.ndarray, sample: DetectionSample, names: Sequence[str]) -> np.ndarray:
+    """Draws the objects of a training sample over its picture."""
+    masks = list(sample.masks.bool().numpy()) or [None] * len(sample.boxes)
+    fields = zip(sample.boxes.tolist(), sample.labels.tolist(), masks, strict=True)
+    return draw_objects(picture, [DetectedObject(box, label, None, mask) for box, label, mask in fields], names)
+
+
 def draw_objects(img: np.ndarray, objects: Sequence[DetectedObject], names: Sequence[str]) -> np.ndarray:
     """Draws boxes, masks, names and scores on uint8 [H, W, 3]. Returns a panel."""
-    fitted = panel(img, PANEL)
-    if not objects:
-        return fitted
     palette = [tuple(color) for color in default_colors(len(names)).tolist()]
     colors = [palette[detected.label - 1] for detected in objects]
     labels = []
@@ -45,18 +50,15 @@ def draw_objects(img: np.ndarray, objects: Sequence[DetectedObject], names: Sequ
         if detected.score is not None:
             label += f" {detected.score:.2f}"
         labels.append(label)
-    picture = torch.from_numpy(fitted.copy()).permute(2, 0, 1)
-    masks = [fit_mask(detected.mask) for detected in objects if detected.mask is not None]
-    if len(masks) == len(objects):
-        picture = draw_segmentation_masks(picture, torch.stack(masks), alpha=0.4, colors=colors)
+    masks = [torch.from_numpy(detected.mask) for detected in objects if detected.mask is not None]
+    if masks and len(masks) == len(objects):
+        picture = torch.from_numpy(img).permute(2, 0, 1)
+        img = draw_segmentation_masks(picture, torch.stack(masks), alpha=0.4, colors=colors).permute(1, 2, 0).numpy()
+    fitted = panel(img)
+    if not objects:
+        return fitted
     scale = PANEL / max(img.shape[:2])
     boxes = torch.tensor([detected.box for detected in objects]) * scale
+    picture = torch.from_numpy(fitted.copy()).permute(2, 0, 1)
     picture = draw_bounding_boxes(picture, boxes, labels, colors, width=2, fill_labels=True)
     return picture.permute(1, 2, 0).numpy()
-
-
-def fit_mask(mask: np.ndarray) -> torch.Tensor:
-    """Fits a mask, bool [H, W], into a panel, as `panel` does an image."""
-    outside = np.where(mask, 0, 255).astype(np.uint8)
-    fitted = panel(np.stack([outside] * 3, axis=2), PANEL)
-    return torch.from_numpy(fitted[:, :, 0] == 0)

@@ -20,9 +20,9 @@ from downstream.detection.data import DetectionSample, PadAndStack, ResizeForDet
 from downstream.detection.engine_detection import count_non_finite, detect
 from downstream.detection.objects import DetectedObject, coco_results
 from downstream.detection.pictures import MIN_SCORE, draw_objects
-from downstream.pictures import as_picture
 from encoders.trained import Trained
 from util.data.images import EncodedImages
+from util.data.pictures import as_picture
 from util.data.transforms import Size
 from util.evaluate.loop import EvalContext
 from util.evaluate.predictions import Progress, Results, name_of, output_paths, prepared_batches
@@ -117,12 +117,11 @@ class Detections:
 
     def write_picture(self, i: int, img: Tensor, objects: Sequence[DetectedObject]) -> None:
         """Writes a picture of the likely objects of an image [C, H, W] as stored."""
-        normalized = self.context.normalize(img.to(self.context.device))
         likely = [detected for detected in objects if (detected.score or 0) >= MIN_SCORE]
         names = [name for _, name in self.categories]
         path = self.picture_paths[i]
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture = as_picture(normalized, self.context.normalize, img.isnan())
+        picture = as_picture(img, self.context.normalize)
         save(draw_objects(picture, likely, names), path)
 
     def join(self) -> None:

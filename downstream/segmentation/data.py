@@ -3,9 +3,9 @@
     ROOT/images/training/*.jpg       ROOT/annotations/training/*.png      train, training
     ROOT/images/validation/*.jpg     ROOT/annotations/validation/*.png    val, valid, validation
 
-A label file has the name of its image, with the ending .png or .PNG, and one value per pixel. Images have any channels
-and depth, see `util.data.pixel_format`. To the transforms, an image and its labels travel as one array of the image's
-type, whose last channel is the label map. IGNORE marks pixels without a class.
+A label file has the name of its image, with the ending .png, .tif or .tiff, and one value per pixel. Images have any
+channels and depth, see `util.data.pixel_format`. To the transforms, an image and its labels travel as one array of the
+image's type, whose last channel is the label map. IGNORE marks pixels without a class.
 """
 
 import io
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from downstream.common import scaled_size
 from util.addressed import AUGMENT, addressed_numbers
-from util.data.decode import PILLOW_ERRORS, has_16_bits, open_image
+from util.data.decode import PILLOW_ERRORS, has_16_bits, open_image, refuse_unlike_rgb
 from util.data.folders import list_images, note_unread, spelling, split_of
 from util.data.images import ImageError, ImageFiles, evenly_spaced, read_file
 from util.data.invalid_pixels import InvalidPixels, invalid_everywhere, resize_valid
@@ -30,31 +30,42 @@ from util.data.transforms import TRIES, Size, mirror
 from util.text import count_of, shorten
 
 IGNORE = 255
+LABEL_ENDINGS = (".png", ".tif", ".tiff")
 
 
 class LabelValues:
     """Turns the values of label files into classes 0 .. num_classes - 1 and IGNORE.
 
     ignore_index: value of pixels without a class. reduce_zero_label: 0 marks such pixels, too, and the classes begin at
-    the value 1, as in ADE20K. ValueError if the values of the classes do not fit.
+    the value 1, as in ADE20K. label_values: those of the classes instead. If `ignore_index` is one of them, no pixel of
+    label files is without a class, and label maps mark such pixels by the highest other value. ValueError if the values
+    do not fit.
     """
 
-    def __init__(self, num_classes: int, ignore_index: int = IGNORE, reduce_zero_label: bool = False) -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        ignore_index: int = IGNORE,
+        reduce_zero_label: bool = False,
+        label_values: Sequence[int] | None = None,
+    ) -> None:
         first = int(reduce_zero_label)
+        values = list(label_values or range(first, first + num_classes))
+        fits = 0 < num_classes == len(values) == len(set(values) & set(range(256))) < 256
+        if not fits or ignore_index not in range(256) or (ignore_index in values and not label_values):
+            raise ValueError(
+                f"--num_classes {num_classes} with values {shorten([str(value) for value in values])} (--label_values, "
+                f"--reduce_zero_label) and --ignore_index {ignore_index} must be different values from 0 to 255"
+            )
         self.num_classes = num_classes
-        self.last = first + num_classes - 1
-        if not 0 <= ignore_index <= 255:
-            raise ValueError(f"--ignore_index must lie between 0 and 255, got {ignore_index}")
-        if first <= ignore_index <= self.last:
-            values = f"--num_classes {num_classes} takes the values {first} to {self.last} of label files"
-            raise ValueError(f"{values}, which must not contain --ignore_index {ignore_index}")
-        self.first = first
-        self.ignore_index = ignore_index
+        self.of_classes = np.array(values, np.uint8)
         self.table = np.full(256, -1, np.int16)
-        self.table[first : self.last + 1] = np.arange(num_classes)
+        self.table[:first] = IGNORE
         self.table[ignore_index] = IGNORE
-        if reduce_zero_label:
-            self.table[0] = IGNORE
+        self.table[values] = np.arange(num_classes)
+        self.ignore_index = ignore_index
+        if ignore_index in values:
+            self.ignore_index = int(np.flatnonzero(self.table < 0)[-1])
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
         """Returns the classes of uint8 values [H, W], uint8 [H, W]. ValueError names values that have no meaning."""
@@ -62,8 +73,8 @@ class LabelValues:
         unknown = np.unique(values[classes < 0])
         if len(unknown):
             raise ValueError(
-                f"it holds the values {shorten([str(value) for value in unknown])}; {self.first} to {self.last} are "
-                f"classes, {self.ignore_index} is ignored (--num_classes, --ignore_index, --reduce_zero_label)"
+                f"it holds the values {shorten([str(value) for value in unknown])}, which are no classes and not "
+                "ignored (--num_classes, --label_values, --ignore_index, --reduce_zero_label)"
             )
         return classes.astype(np.uint8)
 
@@ -81,7 +92,7 @@ class LabelValues:
                 meaning = f"class {self.table[value]}"
             shares.append(f"{value} ({meaning}) {num_pixels[value] / num_pixels.sum():.1%}")
         text = shorten(shares, 50)
-        absent = [str(value) for value in range(self.first, self.last + 1) if not num_pixels[value]]
+        absent = [str(value) for value in self.of_classes if not num_pixels[value]]
         if absent:
             text += f"; no pixel has the values {shorten(absent, 20)}, which are classes"
         return text
@@ -108,19 +119,20 @@ class SegmentationImages(ImageFiles):
         self.split = split
         self.values = values
         self.num_pixels = np.zeros(256, np.int64)
+        self.colors: dict[int, tuple[list[int], str]] = {}  # of values, with the first file of each, in palettes
         image_root = find_split(Path(data_path) / "images", split)
         self.label_root = find_split(Path(data_path) / "annotations", split)
         unread: Counter[str] = Counter()
         images = by_stem(image_root, list_images(image_root, "", unread))
         label_files = list_images(self.label_root, "", Counter())
-        labels = by_stem(self.label_root, [name for name in label_files if name.lower().endswith(".png")])
+        labels = by_stem(self.label_root, [name for name in label_files if name.lower().endswith(LABEL_ENDINGS)])
         notes = note_unread(unread)
         not_read = "".join(f" ({note})" for note in notes)
         if not images:
             raise ValueError(f"{str(image_root)!r} holds no images{not_read}")
         without_labels = sorted(images.keys() - labels)
         if without_labels:
-            raise ValueError(f"images without a .png in {str(self.label_root)!r}: {shorten(without_labels)}")
+            raise ValueError(f"images without a label file in {str(self.label_root)!r}: {shorten(without_labels)}")
         without_image = sorted(labels.keys() - images)
         if without_image:
             raise ValueError(f"label files without an image in {str(image_root)!r}: {shorten(without_image)}{not_read}")
@@ -148,12 +160,15 @@ class SegmentationImages(ImageFiles):
         for i in checked:
             try:
                 _, size = self.read_header(i)
-                values, _ = self.load_values(i)
+                values, _, palette = self.load_values(i)
                 self.refuse_sizes(i, size, values.shape)
             except ImageError as error:
                 problems.append(str(error))
                 continue
-            self.num_pixels += np.bincount(values.ravel(), minlength=256)
+            counts = np.bincount(values.ravel(), minlength=256)
+            if palette:
+                self.refuse_other_colors(i, np.flatnonzero(counts).tolist(), palette)
+            self.num_pixels += counts
         self._refuse_bad(problems, len(checked), max_bad_fraction)
         found = self.values.count_classes(self.num_pixels)
         if found == 0:
@@ -163,6 +178,17 @@ class SegmentationImages(ImageFiles):
             raise ImageError(f"{described}, by the label files: {self.values.describe(self.num_pixels)}")
         ignored = self.num_pixels[self.values.table == IGNORE].sum() / self.num_pixels.sum()
         self.notes.append(f"{described}, {ignored:.1%} of the pixels are ignored")
+
+    def refuse_other_colors(self, i: int, values: list[int], palette: list[int]) -> None:
+        """ImageError if the palette of label file i has another colour for one of its values than an earlier one."""
+        for value in values:
+            color = palette[3 * value : 3 * value + 3]
+            known, path = self.colors.setdefault(value, (color, self.label_path(i)))
+            if color != known:
+                raise ImageError(
+                    f"the palettes of {path!r} and {self.label_path(i)!r} have other colours for the value {value}: "
+                    "values are classes, so give all label files one palette"
+                )
 
     def refuse_sizes(self, i: int, size: Size, label_size: Size) -> None:
         """ImageError unless the (height, width) of image i and that of its labels are equal."""
@@ -186,25 +212,31 @@ class SegmentationImages(ImageFiles):
         """Returns the classes, uint8 [H, W]. ImageError if the file is no class-index PNG or holds other values."""
         return self.load_values(i)[1]
 
-    def load_values(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the values in the label file and their classes, both uint8 [H, W]. Errors: see `load_labels`."""
+    def load_values(self, i: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Returns the values in the label file, their classes, both uint8 [H, W], and its palette.
+
+        Errors: see `load_labels`.
+        """
         path = self.label_path(i)
-        values = read_values(path)
+        values, palette = read_values(path)
         try:
-            return values, self.values(values)
+            return values, self.values(values), palette
         except ValueError as error:
             raise ImageError(f"{path!r} is no label file of this data set: {error}") from error
 
 
-def read_values(path: str) -> np.ndarray:
-    """Returns the values in a label file, uint8 [H, W]; ImageError if it cannot be read, or has several channels.
+def read_values(path: str) -> tuple[np.ndarray, list[int]]:
+    """Returns the values in a label file, uint8 [H, W], and its palette [R, G, B, R, ...], which is empty without one.
 
-    Those of a palette are its indices, not its colours. Those of fewer than 8 bits are not scaled, and of 16 refused.
+    ImageError if it cannot be read, or has several channels. Values of a palette are its indices, not its colours.
+    Those of fewer than 8 bits are not scaled, and of 16 refused.
     """
     data = read_file(path)
     try:
         with open_image(io.BytesIO(data)) as img:
+            refuse_unlike_rgb(img)
             img.load()
+            palette = img.getpalette() or []
             if has_16_bits(img):
                 raise ValueError("its values have 16 bits; labels must have 8")
             values = np.array(img).astype(np.uint8)  # mode "1" becomes 0 and 1
@@ -215,7 +247,16 @@ def read_values(path: str) -> np.ndarray:
         raise ImageError(f"{path!r} cannot be read: {error}") from error
     if values.ndim != 2:
         raise ImageError(f"{path!r} has {values.shape[2]} channels; labels must be one class index per pixel")
-    return values
+    return values, palette
+
+
+def note_on_val_alone(images: SegmentationImages, val_images: SegmentationImages) -> list[str]:
+    """Returns a note if label files of val have classes that none of those of train has which `check` has read."""
+    is_alone = (images.num_pixels == 0) & (val_images.num_pixels > 0) & (images.values.table != IGNORE)
+    if not is_alone.any():
+        return []
+    values = [str(value) for value in np.flatnonzero(is_alone)]
+    return [f"note: the label values {shorten(values, 10)} are in val, and in no label file of train that was read"]
 
 
 def find_split(folder: Path, split: str) -> Path:

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from downstream.pictures import as_picture, default_colors, panel
+from downstream.pictures import default_colors
 from downstream.segmentation.data import IGNORE, ResizeForEvaluation, SegmentationImages, stack_pairs
 from downstream.segmentation.metrics import count_pixels, segmentation_scores
 from util import collectives
 from util.data.datasets import AddressedDataset
 from util.data.invalid_pixels import invalid_everywhere
+from util.data.pictures import as_picture, panel
 from util.data.transforms import Size
 from util.evaluate.loop import EvalContext, evaluation_batches, share_of_rank
 from util.evaluate.results import Evaluation
-from util.pictures import table
+from util.pictures import table, write_lines
 from util.run.train.loop import TrainLoop
 
 LOSS_WEIGHTS = {"decode": 1.0, "aux": 0.4}
@@ -254,7 +255,7 @@ def evaluate(
                 pixels, _ = images.load(index)  # in the size of the labels
                 label_map[invalid_everywhere(pixels)] = IGNORE
             prediction = Prediction(
-                as_picture(img, context.normalize, stored[0].isnan()),
+                as_picture(stored[0], context.normalize),
                 truth=labels[0].numpy(),
                 predicted=label_map,
             )
@@ -298,6 +299,15 @@ def read_classes(path: str | Path | None, num_classes: int) -> ClassList:
             words = words[3:]
         names[k] = " ".join(words)
     return ClassList(names, colors)
+
+
+def draw_labels(picture: np.ndarray, sample: Sequence[Tensor], classes: ClassList) -> np.ndarray:
+    """Draws the labels of a training sample (img, labels) over its picture, and the names of its classes."""
+    labels = sample[1].numpy()
+    has_class = labels != IGNORE
+    picture[has_class] = picture[has_class] // 2 + classes.colors[labels[has_class]] // 2
+    present = np.unique(labels[has_class]).tolist()
+    return write_lines(panel(picture), {classes.names[k]: tuple(classes.colors[k]) for k in present})
 
 
 def draw_predictions(predictions: Sequence[Prediction], colors: np.ndarray) -> np.ndarray:

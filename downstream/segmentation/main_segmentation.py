@@ -23,11 +23,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from downstream import common
 from downstream.common import SIZES, LinearDecay, schedule_by_iterations
 from downstream.recipes import LINEAR_DEFAULTS, SEGMENTATION_RECIPES, UPERNET_DEFAULTS
-from downstream.segmentation.data import LabelValues, SegmentationAugment, SegmentationImages, stack_pairs
+from downstream.segmentation.data import (
+    LabelValues,
+    SegmentationAugment,
+    SegmentationImages,
+    note_on_val_alone,
+    stack_pairs,
+)
 from downstream.segmentation.engine_segmentation import (
     WINDOW_WEIGHTS,
     ClassList,
     SlidingWindows,
+    draw_labels,
     evaluate,
     losses_of_batch,
     read_classes,
@@ -37,7 +44,7 @@ from encoders.load import load_encoder
 from encoders.trained import load
 from util import collectives
 from util.data.datasets import AddressedDataset
-from util.data.images import check_splits
+from util.data.images import check_splits, note_on_small_images
 from util.data.open import marks_of
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
@@ -57,7 +64,7 @@ PICTURE = "predictions.png"
 WIDEST_DECODER = 768  # by default: mmsegmentation's for a ViT-B
 # Flags that describe a trained model and its data. Evaluation takes them from the checkpoint.
 MODEL_FLAGS = ("head", "model", "input_size", "patch_size", "in_chans", "decoder_channels", "num_classes")
-DATA_FLAGS = ("ignore_index", "reduce_zero_label", "image_scale", "stride", "window_weights")
+DATA_FLAGS = ("ignore_index", "reduce_zero_label", "label_values", "image_scale", "stride", "window_weights")
 
 
 def add_label_flags(group: FlagGroup) -> None:
@@ -93,6 +100,14 @@ def add_label_flags(group: FlagGroup) -> None:
         action=argparse.BooleanOptionalAction,
         default=False,
         help="the value 0 marks pixels without a class, and the classes begin at 1, as in ADE20K",
+    )
+    data(
+        "--label_values",
+        everyday=True,
+        type=int,
+        nargs="+",
+        metavar="VALUE",
+        help="values of classes 0, 1, ... in the label files, such as 0 255, also if --ignore_index is one of them",
     )
     data(
         "--class_names",
@@ -174,6 +189,8 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
             parser.error(f"--head linear has no use for {', '.join(unused)}: the encoder is frozen; leave it out")
         parser.set_defaults(**LINEAR_DEFAULTS)
     args = parser.resolve()
+    if args.num_classes is None and args.label_values:
+        args.num_classes = len(args.label_values)
     if args.decoder_channels is None:
         args.decoder_channels = min(WIDEST_DECODER, SIZES[args.model]["embed_dim"])
     return parser, args
@@ -204,7 +221,7 @@ def open_split(args: argparse.Namespace, split: str) -> SegmentationImages:
 
     ValueError on all ranks if a file cannot be used, or if no pixel has a class.
     """
-    values = LabelValues(args.num_classes, args.ignore_index, args.reduce_zero_label)
+    values = LabelValues(args.num_classes, args.ignore_index, args.reduce_zero_label, args.label_values)
     invalid = marks_of(vars(args))
     open_images = partial(SegmentationImages, args.data_path, split, values, args.in_chans, invalid)
     return common.open_everywhere(args, split, open_images)
@@ -237,7 +254,8 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         images = open_split(args, "train")
         val_images = open_split(args, "val")
         check_splits(images, val_images)
-        run.note(*val_images.notes)
+        run.note(*val_images.notes, *note_on_val_alone(images, val_images))
+        run.note(*note_on_small_images(images, args.image_scale, "--image_scale, --input_size and --stride"))
         statistics = run.pixel_statistics(images)
 
         torch.backends.cudnn.benchmark = True  # shapes are static
@@ -270,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         loader = TrainLoader(dataset, stack_pairs, model.img_size, run.plan, run.process, args.seed)
 
         rate = LinearDecay(args.num_iters, args.warmup_iters, run.plan.lr)
-        schedule = schedule_by_iterations(args, run.plan, loader.steps_per_epoch, rate)
+        schedule = schedule_by_iterations(run, loader.steps_per_epoch, rate)
         settings = {"patch_size": model.patch_size}
         facts = RunFacts(statistics, settings, val_images, classes.names, classes.colors.tolist())
         training = Training(run, model, optimizer, dataset, schedule, facts)
@@ -282,7 +300,8 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         evaluator = Evaluator(training, evaluate_val, describe_scores, picture_name=PICTURE)
         compute_losses = partial(losses_of_batch, mean_over_valid=args.mean_over_valid)
         train_steps = partial(common.train_iterations, compute_losses=compute_losses)
-        return training.train(train_steps, loader.open, [evaluator], lambda: evaluator.summary(name))
+        draw = partial(draw_labels, classes=classes)
+        return training.train(train_steps, loader.open, [evaluator], lambda: evaluator.summary(name), draw)
 
 
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from downstream.common import scaled_size
-from downstream.pictures import as_picture, default_colors
+from downstream.pictures import default_colors
 from downstream.segmentation.data import LabelValues, resize_image
 from downstream.segmentation.engine_segmentation import resize_logits, slide_logits, slide_rows, window_starts
 from downstream.segmentation.large_tiffs import LargeTiff, Tags, is_tiff, read_geo_tags, size_of_tiff
@@ -33,7 +33,8 @@ from util.atomic import replaced_file
 from util.data.decode import max_pixels
 from util.data.images import EncodedImages, ImageError, evenly_spaced
 from util.data.invalid_pixels import invalid_everywhere, resize_valid
-from util.data.pixel_format import tifffile
+from util.data.pictures import as_picture
+from util.data.pixel_format import GDAL_NODATA, tifffile
 from util.data.transforms import Size
 from util.evaluate.loop import EvalContext
 from util.evaluate.predictions import Progress, Results, name_of, output_paths, prepared_batches, print_tenth
@@ -44,8 +45,7 @@ TILE = 256  # side of the tiles of label maps
 PICTURE = 1024  # longest side of a picture
 STRIPE = 4  # width of the stripes of pixels without a class, in pixels of a picture
 MAX_SHRINK = 2.0
-GDAL_METADATA = 42112  # tags
-GDAL_NODATA = 42113
+GDAL_METADATA = 42112  # a tag
 
 
 class Seen(NamedTuple):
@@ -107,12 +107,15 @@ class LabelMaps:
         self.stride = settings["stride"]
         self.weights = window_weights or settings["window_weights"]
         self.image_scale = None if keep_size else settings["image_scale"]
-        self.values = LabelValues(settings["num_classes"], settings["ignore_index"], settings["reduce_zero_label"])
+        self.values = LabelValues(
+            settings["num_classes"],
+            settings["ignore_index"],
+            settings["reduce_zero_label"],
+            settings["label_values"],
+        )
         self.class_names = info.classes or [str(k) for k in range(self.values.num_classes)]
         self.palette = np.zeros((256, 3), np.uint8)  # by value of a label map
-        self.palette[self.values.first : self.values.last + 1] = info.class_colors or default_colors(
-            self.values.num_classes
-        )
+        self.palette[self.values.of_classes] = info.class_colors or default_colors(self.values.num_classes)
         self.paths = output_paths(out / "labels", images, label_ending)
         self.results = Results(out, images, partial(name_of, images))  # of maps that are written
         self.picture_paths = output_paths(out / "pictures", images, lambda name: ".png")
@@ -121,7 +124,7 @@ class LabelMaps:
 
     def facts(self) -> dict[str, Any]:
         """Returns what the values in the label maps and the colours in the pictures mean."""
-        classes = {str(value): name for value, name in enumerate(self.class_names, self.values.first)}
+        classes = {str(value): name for value, name in zip(self.values.of_classes, self.class_names, strict=True)}
         colors = {value: self.palette[int(value)].tolist() for value in classes}
         return {"classes": classes, "colors": colors, "no_class": self.values.ignore_index}
 
@@ -195,7 +198,7 @@ class LabelMaps:
         size = (seen.invalid.shape[0], seen.invalid.shape[1])
         labels = self.label_values(resize_logits(logits, size), seen.invalid)
         if i < self.num_pictures:
-            self.write_picture(i, img, labels)
+            self.write_picture(i, seen.img, labels)
         self.write_labels(i, labels)
 
     def predict_large(self, i: int) -> None:
@@ -226,7 +229,7 @@ class LabelMaps:
                 labels[rows] = self.label_values(logits, invalid)
             if i < self.num_pictures:
                 img = tiff.read(slice(0, height), picture_size(tiff.size))
-                self.write_picture(i, self.normalized(img), labels)
+                self.write_picture(i, img, labels)
             self.write_labels(i, labels)
 
     def normalized(self, img: Tensor) -> Tensor:
@@ -243,7 +246,7 @@ class LabelMaps:
 
     def label_values(self, logits: Tensor, invalid: np.ndarray) -> np.ndarray:
         """Returns the values that label files have for the classes of logits [K, h, w], uint8 [h, w]."""
-        labels = logits.argmax(dim=0).to(torch.uint8).cpu().numpy() + np.uint8(self.values.first)
+        labels = self.values.of_classes[logits.argmax(dim=0).cpu().numpy()]
         labels[invalid] = self.values.ignore_index
         return labels
 
@@ -262,7 +265,7 @@ class LabelMaps:
         self.results.add(i, None)
 
     def write_picture(self, i: int, img: Tensor, labels: np.ndarray) -> None:
-        """Writes a normalised image [C, h, w] of any size under the colours of a label map [H, W]."""
+        """Writes an image [C, h, w] as stored, of any size, under the colours of a label map [H, W]."""
         size = picture_size((labels.shape[0], labels.shape[1]))
         shown = take_nearest(as_picture(img, self.context.normalize), size)
         values = take_nearest(labels, size)

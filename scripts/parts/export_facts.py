@@ -14,7 +14,7 @@ from util.run.files import record
 from util.text import count_of
 
 # Settings of a segmentation run that say what its logits mean, and which images it has seen.
-SEGMENTATION_SETTINGS = ("ignore_index", "reduce_zero_label", "image_scale", "stride", "window_weights")
+SEGMENTATION_SETTINGS = ("ignore_index", "reduce_zero_label", "label_values", "image_scale", "stride", "window_weights")
 OUTPUTS = {
     "encoder": "tokens",
     "classification": "logits of images",

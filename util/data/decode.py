@@ -28,7 +28,7 @@ READABLE = (*FORMATS, "GIF")  # a GIF may have the ending of another format, or 
 
 # Errors of Pillow for files that are broken, are no images, or would need gigabytes once decoded.
 PILLOW_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-ORIENTATION = 274  # a tag of TIFF
+ORIENTATION = 274  # a tag of TIFF and EXIF
 NEW_SUBFILE_TYPE, REDUCED, MASK = 254, 1, 4  # another one, and its bits
 PLAIN_COLORS = ("YCbCr", "Gray")  # Pillow converts others, such as CMYK, by rules of its own
 
@@ -117,6 +117,13 @@ def refuse_unlike_rgb(img: Image.Image) -> None:
         raise FormatError(
             f"it has {num_pages} pages: save each image in one page, or give --in_chans {num_pages} for channels"
         )
+
+
+def is_turned(path: str) -> bool:
+    """Whether a photograph has an EXIF orientation, which is ignored."""
+    with suppress(Exception), Image.open(path, formats=["JPEG"]) as img:  # of many types, for other or damaged files
+        return img.getexif().get(ORIENTATION, 1) != 1
+    return False
 
 
 def refuse_turned(orientation: int | None) -> None:

@@ -23,7 +23,7 @@ from PIL import TiffImagePlugin, UnidentifiedImageError
 
 from util.data.decode import PILLOW_ERRORS, open_image
 from util.data.folders import MissingSplit, find_samples, spelling
-from util.data.pixel_format import RGB8, Header, PixelFormat, read_header, read_pixels
+from util.data.pixel_format import GDAL_NODATA, RGB8, Header, PixelFormat, read_header, read_pixels, tifffile
 from util.lazy import LazyModule
 from util.text import count_of, describe_owner, shorten
 
@@ -226,6 +226,7 @@ class EncodedImages(Images):
             self.invalid.check_type(self.pixel_format)
         self.typical_side = sorted(sides)[len(sides) // 2]
         self._note_loss(good[0])
+        self._note_nodata(good[0])
         if self.pixel_format.is_float:
             step = math.ceil(len(good) / self.num_decoded)
             for i in good[::step]:
@@ -309,6 +310,14 @@ class EncodedImages(Images):
         if bits > 8 or bands > 3:
             problem = f"{self.path(i)!r} has {max(8, bits)} bits and {bands} bands, and is read as RGB of 8 bits"
             self.notes.append(f"warning: {problem}: see --in_chans")
+
+    def _note_nodata(self, i: int) -> None:
+        """Notes that the tag of a GeoTIFF like i names a value of invalid pixels, and no flag declares any."""
+        if self.invalid is not None:
+            return
+        with suppress(Exception), tifffile.TiffFile(self.source(i)) as tiff:  # of many types, for other files
+            value = tiff.pages[0].tags[GDAL_NODATA].value
+            self.notes.append(f"note: the tag of {self.path(i)!r} says nodata {value}, and --nodata is not given")
 
     def source(self, i: int) -> str | io.BytesIO:
         """Returns image i in a form that Pillow opens."""
@@ -441,14 +450,16 @@ def find_storage_error(images: Images) -> OSError | None:
     return OSError(f"the images in {str(images.root)!r} cannot be opened any more")
 
 
-def note_on_small_images(images: Any, img_size: Sequence[int]) -> list[str]:
-    """Returns a note if crops of a typical image are enlarged more than twice to `img_size`."""
+def note_on_small_images(
+    images: Any, img_size: Sequence[int], flags: str = "--input_size, with a smaller --patch_size,"
+) -> list[str]:
+    """Returns a note if a typical image is enlarged more than twice to `img_size`, which `flags` set."""
     side = images.typical_side
     if side is None or 2 * side >= min(img_size):
         return []
     return [
-        f"note: the shorter side of a typical image has {count_of(side, 'pixel')}, and its crops are enlarged to "
-        f"{img_size[0]} x {img_size[1]}: a smaller --input_size, with a smaller --patch_size, shows as much"
+        f"note: the shorter side of a typical image has {count_of(side, 'pixel')}, and it is enlarged "
+        f"{min(img_size) / side:.1f} times: a smaller {flags} shows as much"
     ]
 
 

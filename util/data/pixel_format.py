@@ -35,6 +35,7 @@ except ImportError:
     tifffile = None
 
 NPY = b"\x93NUMPY"
+GDAL_NODATA = 42113  # a tag of GeoTIFFs
 TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the last two: BigTIFF
 RANGES = {"uint8": 255.0, "uint16": 65535.0, "float32": 1.0}
 # Modes of Pillow whose channels are taken as they are. All others become RGB.

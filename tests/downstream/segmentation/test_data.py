@@ -17,6 +17,7 @@ from downstream.segmentation.data import (
     SegmentationAugment,
     SegmentationImages,
     distort,
+    note_on_val_alone,
     resize_image,
     scale_saturation,
     turn_hue,
@@ -52,6 +53,17 @@ def test_values_become_classes():
     assert without_nine(np.array([9, 2], np.uint8)).tolist() == [255, 2]
 
 
+def test_listed_values_become_classes_in_their_order():
+    """One that is also --ignore_index is a class; maps then mark invalid pixels by another value."""
+    values = LabelValues(3, label_values=[20, 10, 255])
+    assert values(np.array([10, 255, 20], np.uint8)).tolist() == [1, 2, 0]
+    assert values.ignore_index == 254
+    for other in (0, 254):
+        with pytest.raises(ValueError, match=f" {other},.*--label_values"):
+            values(np.array([10, other], np.uint8))
+    assert LabelValues(2, 7, label_values=[0, 255])(np.array([255, 7, 0], np.uint8)).tolist() == [1, IGNORE, 0]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -59,6 +71,10 @@ def test_values_become_classes():
         {"num_classes": 255, "reduce_zero_label": True},
         {"num_classes": 3, "ignore_index": 2},
         {"num_classes": 3, "ignore_index": 256},
+        {"num_classes": 2, "label_values": [0, 10, 20]},
+        {"num_classes": 2, "label_values": [10, 10]},
+        {"num_classes": 2, "label_values": [0, 256]},
+        {"num_classes": 256, "label_values": [*range(256)]},
     ],
 )
 def test_classes_that_do_not_fit_are_refused(options):
@@ -89,6 +105,51 @@ def test_palette_images_hold_indices(tmp_path):
     label.putpalette([0, 0, 0, 200, 0, 0, 0, 200, 0])
     label.save(tmp_path / LABEL)
     assert (open_pairs(tmp_path).load_labels(1) == 2).all()
+
+
+def write_palette(path, colors):
+    label = Image.fromarray((np.indices((30, 40)).sum(axis=0) % 3).astype(np.uint8), mode="P")
+    label.putpalette(sum(colors, []))
+    label.save(path)
+
+
+def test_palettes_may_differ_in_colors_that_no_pixel_has(tmp_path):
+    """By indices, classes would be shuffled in each file."""
+    write_pairs(tmp_path, 2)
+    black, red, blue, green = [0, 0, 0], [200, 0, 0], [0, 0, 200], [0, 200, 0]
+    other = tmp_path / "annotations/training/0.png"
+    write_palette(other, [black, red, blue])
+    write_palette(tmp_path / LABEL, [black, red, blue, green])
+    open_pairs(tmp_path).check()
+    write_palette(tmp_path / LABEL, [black, blue, red])
+    with pytest.raises(ImageError, match="0.png.*1.png"):
+        open_pairs(tmp_path).check()
+
+
+@pytest.mark.parametrize("layout", [{}, {"tile": (16, 16), "compression": "zlib"}])
+def test_labels_may_be_tiffs(tmp_path, layout):
+    tifffile = pytest.importorskip("tifffile")
+    write_pairs(tmp_path, 2)
+    path = (tmp_path / LABEL).with_suffix(".tif")
+    tifffile.imwrite(path, np.array(Image.open(tmp_path / LABEL)), photometric="minisblack", **layout)
+    (tmp_path / LABEL).unlink()
+    images = open_pairs(tmp_path)
+    images.check()
+    assert images.load_labels(1)[0, :12].tolist() == STRIPES
+    tifffile.imwrite(path, np.zeros((30, 40), np.float32))
+    with pytest.raises(ImageError, match="1.tif"):
+        images.load_labels(1)
+
+
+def test_classes_of_val_alone_are_said(tmp_path):
+    for split in ("training", "validation"):
+        write_pairs(tmp_path, 2, split, values=(0, 1, 2)[: 2 + (split == "validation")])
+    images = open_pairs(tmp_path)
+    val_images = open_pairs(tmp_path, split="val")
+    for opened in (images, val_images):
+        opened.check()
+    assert not note_on_val_alone(val_images, images)
+    assert [" 2 " in note for note in note_on_val_alone(images, val_images)] == [True]
 
 
 # A grey PNG of 4 bits, whose values are (row + column) % 16; Pillow writes none.
@@ -149,7 +210,7 @@ def write_values(root, *values):
         (lambda root: (root / LABEL).unlink(), "annotations/training': 1"),
         (lambda root: (root / IMAGE).unlink(), "images/training': 1"),
         (lambda root: write_photo(root / IMAGE, (41, 30)), "1.jpg"),
-        (lambda root: save(SEVENS, root / LABEL), "1.png.* 7; 0 to 2"),
+        (lambda root: save(SEVENS, root / LABEL), "1.png.* 7,.*--num_classes"),
         (lambda root: write_photo(root / LABEL, (40, 30)), "1.png"),
         (lambda root: save(SEVENS.astype(np.uint16), root / LABEL), "1.png.*16 bits"),
         (lambda root: (root / LABEL).write_bytes(b"\x89PNG"), "1.png"),

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from scripts import predict
 from tests.downstream.bands import bands, replace_images
 from tests.downstream.dense import segment, segment_linear
 from tests.downstream.segmentation.pairs import write_pairs
-from tests.runs import reports, state
+from tests.runs import assert_same_state, reports, state
 from util.run.files.reports import read_json
 
 SPLITS = ("training", "validation")
@@ -36,6 +38,32 @@ def test_a_run_from_scratch_measures_the_images_without_their_labels(tmp_path):
     values = np.stack(arrays).reshape(-1, 5).astype(np.float64) / 65535
     np.testing.assert_allclose(settings["mean"], values.mean(axis=0))
     np.testing.assert_allclose(settings["std"], values.std(axis=0))
+
+
+def test_label_values_equal_rewritten_files(tmp_path):
+    """In a training, its evaluation and its predictions, which have the values of the label files."""
+    values = {"listed": (30, 255, 10, 99), "rewritten": (0, 1, 2, 255)}
+    flags = {"listed": ["--label_values", 30, 255, 10, "--ignore_index", 99], "rewritten": []}
+    short = segment.also("--num_iters 3")
+    scores = {}
+    for name in values:
+        root = tmp_path / name
+        for split in SPLITS:
+            write_pairs(root / "data", 4, split, values=values[name])
+        short(root / "data", root / "run", *flags[name])
+        scores[name] = segment.evaluate(root / "data", root / "run")
+        images = root / "data" / "images" / "validation"
+        words = [root / "run", images, "--output_dir", root / "maps", "--device", "cpu", "--num_workers", 0]
+        predict.main([str(word) for word in words])
+    assert scores["listed"] == scores["rewritten"]
+    assert_same_state(state(tmp_path / "listed" / "run"), state(tmp_path / "rewritten" / "run"))
+    table = np.array(values["listed"][:3])
+    for path in sorted((tmp_path / "rewritten" / "maps" / "labels").iterdir()):
+        expected = table[np.array(Image.open(path))]
+        found = np.array(Image.open(tmp_path / "listed" / "maps" / "labels" / path.name))
+        assert np.array_equal(found, expected)
+    record = read_json(tmp_path / "listed" / "maps" / "predict.json")
+    assert record["classes"] == {"30": "0", "255": "1", "10": "2"}
 
 
 def test_some_training_images_may_be_unreadable(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""`--check_data`: the set-up of a run, a report of its images, and an end before the first step."""
+"""`--check_data`: the set-up of a run, a report of its images, a picture of some, an end before the first step."""
 
 import re
 
@@ -6,13 +6,21 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from downstream.pictures import default_colors
+from tests.downstream.bands import replace_images
 from tests.downstream.dense import detect, segment, write_shapes, write_stripes
+from tests.downstream.detection.coco import write_coco
+from tests.downstream.segmentation.pairs import write_pairs
 from tests.runs import ROOT, finetune, pretrain, refused
 from tests.warm import run_by_torchrun
 from util.data.images import ImageFiles
 from util.data.invalid_pixels import InvalidPixels
+from util.data.pictures import BAR, PANEL
 from util.data.survey import describe_pixels
 
+CHECK = "check.png"
+GAP = 6  # between panels
+HEAD = 20  # for the title
 PROGRAMS = {"pretrain": pretrain, "finetune": finetune, "segment": segment, "detect": detect}
 
 
@@ -26,7 +34,7 @@ def data(labelled, tmp_path_factory):
 
 
 def state_of_folder(folder):
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", CHECK)]
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
@@ -39,7 +47,7 @@ def test_a_check_reports_each_split_that_the_run_opens(name, data, tmp_path, cap
     assert re.findall(r"^(train|val): \d+ images? in ", out, re.MULTILINE) == ["train", "val"]
     assert "trainable parameters" in out or "M parameters" in out  # as a start prints it
     assert "step 1" not in out
-    assert [path.name for path in (tmp_path / "a" / "out").iterdir()] == [".lock"]
+    assert {path.name for path in (tmp_path / "a" / "out").iterdir()} == {".lock", CHECK}
     expected = {
         "pretrain": "cat 12 (50.0%), dog 12 (50.0%)",
         "finetune": "cat 4 (57.1%), dog 3 (42.9%)",
@@ -68,12 +76,102 @@ def test_a_changed_setting_is_found_before_the_run_is_resumed(photos, tmp_path, 
     assert state_of_folder(tmp_path) == before
 
 
+def check_picture(program, data, out, *flags):
+    """The panels of `--check_data`, [n, side, side, 3]."""
+    program.module.main(program.command(data, out, *flags, "--no-hflip", "--check_data"))
+    picture = np.array(Image.open(out / CHECK))[HEAD:, GAP:]
+    step = PANEL + GAP
+    rows = len(picture) // step
+    columns = picture.shape[1] // step
+    assert picture.shape == (rows * step, columns * step, 3)
+    panels = picture.reshape(rows, step, columns, step, 3).swapaxes(1, 2).reshape(-1, step, step, 3)
+    return panels[:, :PANEL, :PANEL].astype(int)
+
+
+def test_boxes_and_masks_are_drawn_where_they_are(tmp_path):
+    def edit(content):
+        del content["annotations"][1:]
+        content["annotations"][0] |= {"bbox": [12, 6, 24, 12], "segmentation": [[12, 6, 36, 6, 36, 18, 12, 18]]}
+
+    root = tmp_path / "data"
+    for split, number in (("train", 4), ("val", 1)):
+        write_coco(root, split, number, size=(48, 48), edit=edit)
+    flags = "--input_size 48 --scale_range 1 1 --total_batch_size 1"
+    panel, *_ = check_picture(detect, root, tmp_path / "out", *flags.split())
+    color = default_colors(2)[1]  # of "bar", the second category by its id
+    assert (panel[47:49, 200:280] == color).all(axis=2).any(axis=0).all()  # 8 pixels for one
+    assert (panel[60:140, 287:289] == color).all(axis=2).any(axis=1).all()
+    img = np.array(Image.open(root / "train2017" / "000.png")).astype(int)
+    assert np.abs(panel[84, 244] - (0.6 * img[10, 30] + 0.4 * color)).max() <= 2
+    assert np.abs(panel[324, 244] - img[40, 30]).max() <= 1
+
+
+def test_labels_and_invalid_pixels_are_drawn_where_they_are(tmp_path):
+    root = tmp_path / "data"
+    for split in ("training", "validation"):
+        write_pairs(root, 5, split, size=(24, 24), values=(0, 0, 0, 0, 1, 1, 255, 255))
+    rng = np.random.default_rng(0)
+
+    def bright_above(number, size):
+        values = rng.integers(20_000, 30_000, (24, 24, 13)).astype(np.uint16)
+        values[12:] = 0
+        return values
+
+    replace_images(root, bright_above)
+    flags = "--in_chans 13 --nodata 0 --image_scale 24 24 --input_size 24 --ratio_range 1 1 --cat_max_ratio 1"
+    names = tmp_path / "names.txt"
+    names.write_text("255 0 0 a\n0 0 255 b\nc\n")
+    panels = check_picture(segment, root, tmp_path / "out", *flags.split(), "--class_names", names)
+    first = panels[0][120:180:16, 8::16]  # a pixel of each of four rows, 16 pixels for one
+    assert (first[:, :12, 0] >= 127).all()
+    assert (first[:, :12, 1:] <= 128).all()
+    assert (first[:, 12:18, 2] >= 127).all()
+    assert (first[:, 12:18, :2] <= 128).all()
+    assert np.ptp(first[:, 18:], axis=(0, 1)).min() > 50  # the image itself
+    holes = panels[0][192:]
+    assert {tuple(color) for color in holes.reshape(-1, 3).tolist()} == {(0, 0, 0), (255, 255, 255)}
+    assert 0.4 < holes.mean() / 255 < 0.6
+    bars = (panels[5] == BAR).all(axis=2)
+    strips = bars[: 13 * (PANEL // 13)].reshape(13, PANEL // 13, PANEL)
+    assert strips.any(axis=(1, 2)).all()
+    assert not bars.all(axis=1).all()
+
+
+def test_classes_are_written_on_the_samples(data, tmp_path):
+    flags = ["--input_size", "8", "--patch_size", "4", "--batch_size", "4", "--mixup", "0", "--cutmix", "0"]
+    panels = check_picture(finetune, data["finetune"], tmp_path, *flags)
+    pixels = panels[0].reshape(8, PANEL // 8, 8, PANEL // 8, 3)
+    is_plain = (pixels == pixels[:, -1:, :, -1:]).all(axis=(1, 3, 4))
+    assert not is_plain[0, 0]  # the text
+    assert is_plain[1:].all()
+
+
+def notes(text, *words):
+    return [line for line in text.splitlines() if line.startswith("note: ") and all(word in line for word in words)]
+
+
+def test_notes_name_their_flags(tmp_path, capsys):
+    root = write_pairs(tmp_path / "pairs", 5)
+    write_pairs(root, 2, "validation")
+    path = root / "images" / "training" / "0.jpg"
+    exif = Image.Exif()
+    exif[274] = 3
+    Image.open(path).save(path, exif=exif)
+    segment.module.main(
+        segment.command(root, tmp_path / "out", "--image_scale", 128, 64, "--num_iters", 1001, "--check_data")
+    )
+    out = capsys.readouterr().out
+    assert len(notes(out, "1 of 5 ", "EXIF")) == 1
+    assert len(notes(out, "2.1 times", "--image_scale")) == 1
+    assert len(notes(out, "--num_iters 1001")) == 1
+
+
 def test_two_processes_report_once(data, tmp_path):
     words = [str(ROOT / detect.path), *detect.command(data["detect"], tmp_path / "out", "--check_data")]
     code, out = run_by_torchrun(*words)
     assert code == 0, out[-3000:]
     assert out.count("px in the median") == 2  # one a split
-    assert not (tmp_path / "out").exists()
+    assert (tmp_path / "out" / CHECK).exists()
 
 
 def test_an_evaluation_has_no_check(capsys, labelled):

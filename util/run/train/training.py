@@ -92,6 +92,7 @@ class Training:
         self.output_dir = run.output_dir
         self.encoder = run.encoder
         self.model = model
+        self.dataset = dataset
         self.images = dataset.images
         self.schedule = schedule
         self.info = info
@@ -151,16 +152,17 @@ class Training:
         open_batches: Callable[[range], Any],
         between: Sequence[BetweenSteps] = (),
         summary: Callable[[], Sequence[str]] = tuple,
+        draw_target: Callable[..., Any] | None = None,
     ) -> bool:
         """Trains to the last step. Returns False if a signal stopped the run before.
 
         open_batches: returns this process's batches of the steps of this start, an iterator that `close` ends.
         train_steps: `train_steps(wrapped model, batches, steps, loop)` makes these steps; it returns earlier if
         `loop.should_stop()`. summary: returns the first lines of what is printed at the end. With --check_data the
-        program ends instead.
+        program ends instead, with a picture of samples. draw_target: see `util.data.pictures.write_samples`.
         """
         if self.args.check_data:
-            self._end_check()
+            self._end_check(draw_target)
             return True
         loop = self.loop
         with closing(open_batches(range(loop.step, loop.last_step))) as batches:
@@ -187,9 +189,13 @@ class Training:
                 why=why,
             )
 
-    def _end_check(self) -> None:
-        """Ends the program of --check_data, which has set up all that a run has."""
-        self.note("--check_data: the run would start; nothing was trained or saved")
+    def _end_check(self, draw_target: Callable[..., Any] | None) -> None:
+        """Ends the program of --check_data, which has set up all that a run has, with a picture in its folder."""
+        from util.data.pictures import write_samples
+
+        path = self.output_dir / "check.png"
+        collectives.run_on_rank0(lambda: write_samples(path, self.dataset, self.loop.normalize, draw_target))
+        self.note(f"--check_data: the run would start; nothing was trained or saved but samples in {path}")
         shut_down()
 
     def _train(
