@@ -60,7 +60,7 @@ RECIPE = re.compile(
 COMMIT = re.compile(r"\b(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7,40}\b")
 WRITTEN = re.compile(r"--(?:csv|out) \S+")  # files that a command of a page will write
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*\w")
-OTHER_FLAGS = {"--help", "--signal", "--array", "--kill-on-bad-exit", EXAMPLE_FLAG}  # of sbatch and srun
+OTHER_FLAGS = {"--help", "--signal", "--array", EXAMPLE_FLAG}  # of sbatch and srun
 
 
 # ------------------------------------------------------------------------------------------------------------- running
