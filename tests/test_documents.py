@@ -31,6 +31,7 @@ from tests.documents import (
     slugs_of,
 )
 from tests.patches import MonkeyPatch
+from tests.scripts.exports import detection_run
 from tests.scripts.programs import MAINS, ROOT, SCRIPTS
 
 README = ROOT / "README.md"
@@ -88,6 +89,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         export.main(arguments_of["scripts/export.py"])
         export.main(["output/photos", "--out", "photos_encoder"])
         export.main(["output/photos", "--out", "model.pt2", "--format", "torch"])
+        detection_run(folder / "detector")
+        export.main(["detector", "--out", "detector.pt2", "--format", "torch"])
     return folder
 
 
