@@ -140,36 +140,6 @@ def test_a_recipe_trains_as_its_paper_or_release(recipe):
     assert_settings(recipe, settings_of(recipe), RELEASES)
 
 
-ARMS = {  # {name of an arm: (progressive, sampling)}
-    "plain": (False, "random"),
-    "progressive": (True, "random"),
-    "furthest": (False, "furthest"),
-    "prmim": (True, "furthest"),
-    "attention": (False, "attention"),
-    "attention_progressive": (True, "attention"),
-    "cell": (False, "running_cell"),
-    "cell_progressive": (True, "running_cell"),
-}
-DESIGNS = ("kernel", "avgpool", "transformer", "convnext")  # of the aggregation of PR-MIM at rho_d .5
-
-
-@pytest.mark.parametrize("recipe", [name for name in LARGE_RUNS if not name.startswith("amt_")])
-def test_a_recipe_s_name_tells_its_method_and_epochs(recipe):
-    settings = settings_of(recipe)
-    arm = re.search(rf"({'|'.join(ARMS)})(\d\d)_", recipe)
-    if arm:
-        method = (int(arm[2]) / 100, *ARMS[arm[1]])
-    elif recipe.startswith(DESIGNS):
-        method = (0.5, True, "furthest")
-    else:
-        method = (0.0, True, "furthest")
-    assert (settings["throw_ratio"], settings["progressive"], settings["sampling"]) == method
-    epochs = re.search(r"_(\d+)ep$", recipe)
-    assert settings["epochs"] == (int(epochs[1]) if epochs else 400)  # Pixio's have one schedule
-    size = re.search(r"(vit|swin)_(small|base|large|huge)", recipe)[0]
-    assert size in settings["model"]
-
-
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if re.match("attention|cifar10_attention", name)])
 def test_attention_as_a_sampling_keeps_amt_s_share_of_refreshes(recipe):
     """Nine refreshes, from a tenth of the schedule on, as in 400 epochs."""

@@ -93,8 +93,10 @@ def test_the_loss_scale_is_resumed_and_another_precision_does_not_inherit_it(pho
     expected = pretrain(photos, tmp_path / "whole", *half, 4)
     pretrain(photos, tmp_path / "out", *half, 2)
     assert_same_state(pretrain(photos, tmp_path / "out", *half, 4), expected)
-    content = pretrain(photos, tmp_path / "out", "--precision", "bf16", "--allow_changes")
-    assert content["scaler"] == {}
+    for step, precision in enumerate(("bf16", "fp16"), start=5):
+        flags = ("--precision", precision, "--max_steps", step, "--allow_changes")
+        content = pretrain(photos, tmp_path / "out", *flags)
+        assert bool(content["scaler"]) == (precision == "fp16")
 
 
 def test_changed_data_is_refused_or_by_request_accepted(photos, tmp_path, capsys):

@@ -9,7 +9,6 @@ from torch import nn
 
 from main_pretrain import parse_args
 from tests.gmac import forward_gmac
-from util import costs
 from util.costs import saved_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,19 +82,3 @@ def test_counting_saved_bytes_leaves_nothing_behind():
 
     saved_bytes(forward)
     assert outputs[0]() is None
-
-
-def test_time_is_taken_from_sync_to_sync(monkeypatch):
-    events = []
-
-    def clock():
-        events.append("clock")
-        return len(events)
-
-    monkeypatch.setattr(costs, "synchronize", lambda device: events.append("sync"))
-    monkeypatch.replace_in(costs, "time.perf_counter", clock)
-    assert costs.seconds_of(lambda: events.append("work"), torch.device("cpu")) == 3
-    assert events == ["sync", "clock", "work", "sync", "clock"]
-    events.clear()
-    assert costs.seconds_of(lambda: events.append("work"), torch.device("cpu"), calls=3) == 5 / 3
-    assert events == ["sync", "clock", "work", "work", "work", "sync", "clock"]

@@ -3,11 +3,8 @@
 import json
 
 import pytest
-import torch
 
 from tests.runs import assert_same_state, losses, pretrain
-from util.run.processes.distributed import Process
-from util.run.train.profile import Profile
 
 SHORT = ("--picture_every", 0)
 
@@ -43,22 +40,6 @@ def test_a_run_that_ends_among_the_traced_steps_writes_them(photos, tmp_path):
     path.unlink()
     pretrain(photos, tmp_path, *SHORT, "--profile", 1)  # it resumes behind the first traced step
     assert not path.exists()
-
-
-@pytest.mark.parametrize(
-    ("first", "steps", "cut"),
-    [
-        (None, range(9), range(9)),
-        (4, range(9), range(4)),
-        (4, range(4, 9), range(4, 5)),
-        (4, range(6, 9), range(6, 7)),
-        (4, range(7, 9), range(7, 9)),
-        (4, range(4), range(4)),
-        (0, range(9), range(1)),
-    ],
-)
-def test_traced_steps_are_made_one_by_one(first, steps, cut):
-    assert Profile(first, 100, Process(torch.device("cpu")), log=None).cut(steps) == cut
 
 
 @pytest.mark.gpu

@@ -40,13 +40,8 @@ def test_a_frozen_teacher_and_all_processes_count(monkeypatch):
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H200", 989e12),
-        ("NVIDIA H200 NVL", 835e12),
-        ("NVIDIA GH200 480GB", 989e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA RTX A1000", None),
-        ("NVIDIA H20", None),
-        ("Tesla V100-SXM2-16GB", None),
         ("cpu (2 threads)", None),
     ],
 )
