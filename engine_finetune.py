@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from util import collectives
-from util.accuracy import accuracies
 from util.data.datasets import AddressedDataset
 from util.data.transforms import ResizeCenterCrop
 from util.evaluate.loop import EvalContext, evaluation_batches
+from util.evaluate.results import accuracies
 from util.run.train.loop import TrainLoop
 
 Batch = Sequence[torch.Tensor]  # (imgs [B, C, H, W], labels int64 [B])

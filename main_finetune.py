@@ -25,7 +25,6 @@ from encoders.trained import Trained, load, note_on_view
 from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util import collectives
-from util.accuracy import accuracy_text
 from util.data.datasets import AddressedDataset, stack
 from util.data.finetune_augment import FinetuneAugment
 from util.data.images import FolderImages, check_classes, match_splits, note_on_small_images
@@ -36,9 +35,8 @@ from util.data.transforms import RandomResizedCropFlip, ResizeCenterCrop, with_v
 from util.evaluate import robustness
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.loop import EvalContext
-from util.evaluate.results import RESULTS, Evaluation
+from util.evaluate.results import RESULTS, Evaluation, accuracy_text
 from util.evaluate.session import Session, session_of_eval
-from util.lars import LARS
 from util.lazy import LazyModule
 from util.run.cli import FlagGroup, Parser, run_program
 from util.run.files.record import INVALID_SETTINGS, without_marks
@@ -343,6 +341,8 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace, lr: float) -> tor
         model, args.weight_decay, model.no_weight_decay(), layer_decay=args.layer_decay
     )
     if args.optimizer == "lars":
+        from util.lars import LARS
+
         return LARS(groups, lr=lr, weight_decay=args.weight_decay)
     assert args.optimizer == "adamw"
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), fused=True)

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from framework import Framework
-from util.accuracy import accuracy_text
 from util.addressed import BANK, addressed_uniform
 from util.data.datasets import AddressedDataset
 from util.data.folders import MissingSplit
@@ -27,6 +26,7 @@ from util.evaluate.features import Features, class_feature, extract_features, fo
 from util.evaluate.knn import KnnProtocol, knn_accuracy
 from util.evaluate.loop import context_of_training
 from util.evaluate.moments import Moments, moments_of_all
+from util.evaluate.results import accuracy_text
 from util.run.cli import FlagGroup
 from util.run.train.training import Training
 from util.text import count_of

@@ -36,7 +36,6 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from util.atomic import replaced_file
-from util.cores import available_cores
 from util.data.folders import MissingSplit, SplitFiles, find_files
 from util.data.images import FolderImages, ImageError
 from util.data.open import marks_of
@@ -57,6 +56,7 @@ from util.data.tars import (
     write_index,
 )
 from util.data.workers import ignore_in_worker
+from util.host import available_cores
 from util.run.cli import Parser, run_program, user_errors
 from util.run.files.search import sha256
 from util.run.start.flags import add_invalid_flags

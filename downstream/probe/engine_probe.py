@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from downstream.probe.models import AttentiveProbe, FrozenEncoder, HeadGrid, LinearProbe, Tokens
 from util import collectives
-from util.accuracy import accuracies
 from util.data.datasets import AddressedDataset, StepBatchSampler, permutation, stack
 from util.data.images import Images
 from util.data.loader import Loader
@@ -23,6 +22,7 @@ from util.evaluate.features import Features, extract_features
 from util.evaluate.knn import KnnProtocol, knn_accuracy
 from util.evaluate.loop import EvalContext, evaluation_batches
 from util.evaluate.moments import moments_of_all
+from util.evaluate.results import accuracies
 from util.evaluate.session import Session
 from util.run.start.plan import split_batch
 from util.text import count_of

@@ -12,7 +12,7 @@ import weakref
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 
-from util.parent import signal_if_parent_dies
+from util.host import signal_if_parent_dies
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 NICENESS = 10  # of workers beside a GPU

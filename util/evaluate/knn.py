@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from util import collectives
-from util.accuracy import accuracies
 from util.evaluate.features import Features
 from util.evaluate.loop import nothing
 from util.evaluate.moments import Moments
+from util.evaluate.results import accuracies
 
 TEMPERATURE = 0.07  # DINO's
 MAX_SIMILARITIES = 2**26  # in memory at once

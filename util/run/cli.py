@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from util.parent import signal_if_parent_dies
+from util.host import signal_if_parent_dies
 from util.text import close_to, describe_owner, printable
 from util.urls import redact
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from util import collectives
-from util.cores import cores_per_process
+from util.host import cores_per_process
 from util.lr_sched import Schedule
 from util.run.processes.distributed import Process, gpu_memory, precision
 from util.run.start.flags import MIN_COMPILED_STEPS

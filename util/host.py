@@ -1,7 +1,12 @@
-"""How many cores this process may use."""
+"""What a process has of its host: cores, and a parent that may die."""
 
+import ctypes
 import os
+import signal
+import sys
 from pathlib import Path
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def available_cores() -> int:
@@ -29,3 +34,16 @@ def cores_per_process(local_world_size: int) -> int:
     if allotted.isdecimal() and "TORCHELASTIC_RUN_ID" not in os.environ:
         share = max(share, int(allotted))
     return min(cores, share)
+
+
+def signal_if_parent_dies(number: signal.Signals) -> None:
+    """Lets Linux send this process a signal once its parent has died; on other systems nothing is sent.
+
+    It is sent when the parent's thread ends that has started this process.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
+    if os.getppid() != parent:  # it died just before
+        os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-from util.accuracy import accuracies
+from util.evaluate.results import accuracies
 
 
 def test_top_5_counts_from_six_classes_on():
