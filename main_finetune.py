@@ -185,7 +185,6 @@ def add_model_flags(group: FlagGroup) -> None:
         default=False,
         help="train the MLP on TEC's class token; off: fold it into the token",
     )
-    model("--num_cls_tokens", type=int, default=1, at_least=1, help="class tokens of the pre-trained encoder")
     model(
         "--drop_path",
         everyday=True,
@@ -440,7 +439,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         traits = read_traits(run.encoder, run.resumed) if args.model in NAMES["models_vit"] else {}
-        model = build_classifier({**vars(args), "nb_classes": len(classes), **run.unless_chosen(traits)})
+        model = build_classifier({**vars(args), "nb_classes": len(classes), **traits})
         merging = args.first_release_merging
         load_weights = partial(load_encoder, model, classes=classes, first_release_merging=merging)
         run.load_encoder(load_weights, note_without="no --finetune: training from scratch")

@@ -19,6 +19,7 @@ from engine_pretrain import forward_backward, train_one_epoch
 from framework import Flag, Framework, PixelFramework
 from frameworks.hooks.pictures import Pictures
 from frameworks.registry import MODELS, build_model, check_own_flags, class_of
+from models_vit import Freezable
 from prmim import AGGREGATION, SAMPLING, SpatialAggregation
 from recipes import RECIPES
 from util import collectives
@@ -126,6 +127,12 @@ def add_method_flags(group: FlagGroup) -> None:
         everyday=True,
         changes="nothing",  # the path: the identity of the first weights is compared
         help="start from these weights: a checkpoint or a run's folder (default: random weights)",
+    )
+    method(
+        "--trainable_blocks",
+        type=int,
+        at_least=0,
+        help="train this many last blocks of the encoder, and the decoder; needs --pretrained (default: all)",
     )
     method("--mask_ratio", everyday=True, type=float, default=0.75, help="share of all tokens that are masked")
     method(
@@ -298,6 +305,10 @@ def check_flags(args: argparse.Namespace, plan: Plan, given: Set[str]) -> None:
         attention_phases.check_sampling(args, model)
     elif model.needs_attention:
         raise ValueError(f"{args.model} draws its tokens by attention: set --sampling attention")
+    if args.trainable_blocks is not None:
+        if args.pretrained is None:
+            raise ValueError("--trainable_blocks needs --pretrained: the frozen blocks must be pre-trained")
+        freeze_blocks(model, args)
     unused = unused_flags(args)
     unused_and_given = sorted(unused.keys() & given)
     if unused_and_given:
@@ -305,6 +316,13 @@ def check_flags(args: argparse.Namespace, plan: Plan, given: Set[str]) -> None:
         raise ValueError(f"--{name} has no effect, because {unused[name]}: leave it out")
     if args.cuda_graph:
         check_capture(args, plan, model)
+
+
+def freeze_blocks(model: Framework, args: argparse.Namespace) -> None:
+    """Freezes what --trainable_blocks leaves out. ValueError if it does not fit the model."""
+    if not isinstance(model, Freezable):
+        raise ValueError(f"--trainable_blocks is for ViTs, and {args.model} is none")
+    model.freeze_all_but(args.trainable_blocks)
 
 
 def check_capture(args: argparse.Namespace, plan: Plan, model: Framework) -> None:
@@ -353,6 +371,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
             run.note(file.origin)
         run.note(*note_on_small_images(images, model.img_size))
         run.load_encoder(partial(load_blocks, model))
+        if args.trainable_blocks is not None:
+            freeze_blocks(model, args)
         optimizer = make_optimizer(model, args, run.plan.lr)
 
         augmentation = make_augmentation(args, model.img_size)

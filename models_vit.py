@@ -237,7 +237,40 @@ class DropPath(nn.Module):
         return x * (kept / self.keep_prob).to(x.dtype)
 
 
-class PatchEncoder(nn.Module):
+class Freezable(nn.Module):
+    """An encoder whose first blocks may be frozen. frozen: modules that stay in eval mode, see `freeze_all_but`."""
+
+    frozen: Sequence[nn.Module] = ()
+
+    def freeze_all_but(self, trainable_blocks: int) -> None:
+        """Freezes the encoder but its last `trainable_blocks` blocks and what follows them; with 0 its norm, too.
+
+        Frozen modules stay in eval mode. They come before the trained ones, so autograd records nothing of them.
+        Raises ValueError if there are too few blocks.
+        """
+        depth = len(self.blocks)
+        if not 0 <= trainable_blocks < depth:
+            raise ValueError(
+                f"trainable_blocks must be at least 0 and below the {depth} blocks, got {trainable_blocks}"
+            )
+        self.frozen = [self.patch_embed, *self.blocks[: depth - trainable_blocks]]
+        if trainable_blocks == 0:
+            self.frozen.append(self.norm)
+        for name, parameter in self.named_parameters():
+            if name.startswith(("cls_token", "pos_embed")):
+                parameter.requires_grad_(False)
+        for module in self.frozen:
+            module.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> "Freezable":
+        """Sets the training mode, except for the frozen modules."""
+        super().train(mode)
+        for module in self.frozen:
+            module.eval()
+        return self
+
+
+class PatchEncoder(Freezable):
     """The first part of every ViT encoder: image size, patch embedding and class tokens.
 
     num_cls_tokens: P below. All class tokens come before the patches.
@@ -435,19 +468,17 @@ def check_pool(model: nn.Module, global_pool: str) -> None:
         raise ValueError(f"unknown global_pool {global_pool!r}, choose from {', '.join(model.pools)}")
 
 
-class Classifier(nn.Module):
+class Classifier(Freezable):
     """Pooling, head, and freezing of all but the last blocks: turns an encoder into a classifier.
 
     pools: what `global_pool` may be. `avg` takes the mean of the patch tokens and a new norm, `fc_norm`, instead of the
-        encoder's `norm`. `token` takes the class token after the encoder's norm, or the mean of several
-        that are no registers.
-    frozen: modules that stay in eval mode. `freeze_all_but` sets them.
+        encoder's `norm`. `token` takes the class token after the encoder's norm, or the mean of several that are
+        no registers.
     cls_token_layer_decay: used by layer-wise learning-rate decay. If True, the class token gets the first layer's
         learning rate. If False, it gets the last layer's, as in TEC.
     """
 
     pools: tuple[str, ...] = ("avg", "token")
-    frozen: Sequence[nn.Module] = ()
     cls_token_layer_decay: bool = True
 
     def add_head(self, num_classes: int, global_pool: str, probe: bool, std: float) -> None:
@@ -487,31 +518,11 @@ class Classifier(nn.Module):
     def freeze_all_but(self, trainable_blocks: int) -> None:
         """Freezes all but the last `trainable_blocks` blocks and what follows them. 0 trains the head alone.
 
-        Frozen modules stay in eval mode. They come before the trained ones, so autograd records nothing of them.
-        Raises ValueError if there are too few blocks, or if the head alone would read a norm that is not pre-trained.
+        ValueError if the head alone would read a norm that is not pre-trained.
         """
-        depth = len(self.blocks)
-        if not 0 <= trainable_blocks < depth:
-            raise ValueError(
-                f"trainable_blocks must be at least 0 and below the {depth} blocks, got {trainable_blocks}"
-            )
         if trainable_blocks == 0 and self.global_pool == "avg":
             raise ValueError("trainable_blocks 0 needs global_pool 'token': fc_norm of 'avg' is not pre-trained")
-        self.frozen = [self.patch_embed, *self.blocks[: depth - trainable_blocks]]
-        if trainable_blocks == 0:
-            self.frozen.append(self.norm)
-        for name, parameter in self.named_parameters():
-            if name.startswith(("cls_token", "pos_embed")):
-                parameter.requires_grad_(False)
-        for module in self.frozen:
-            module.requires_grad_(False)
-
-    def train(self, mode: bool = True) -> "Classifier":
-        """Sets the training mode, except for the frozen modules."""
-        super().train(mode)
-        for module in self.frozen:
-            module.eval()
-        return self
+        super().freeze_all_but(trainable_blocks)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Describes the layers to timm's layer-wise learning-rate decay: embeddings, each block, then norm and head."""

@@ -177,7 +177,7 @@ def test_encoder_loads_into_a_classifier_of_as_many_class_tokens(trained):
 
 
 def test_fine_tuning_takes_the_number_of_class_tokens(trained, labelled, tmp_path):
-    finetune(labelled, tmp_path, "--finetune", trained, "--num_cls_tokens", 3, "--max_steps", 1)
+    finetune(labelled, tmp_path, "--finetune", trained, "--max_steps", 1)
     assert load(tmp_path).model.num_cls_tokens == 3
 
 

@@ -42,6 +42,8 @@ def known_facts(model: nn.Module, trained: Trained) -> dict[str, Any]:
         "input_size": list(model.img_size),
         "crop_pct": info.settings.get("crop_pct") or default_crop_pct(model.img_size),
     }
+    if getattr(model, "registers", False):
+        facts["registers"] = True
     if trained.task == "classification":
         facts["classes"] = info.classes
     facts = {name: value for name, value in facts.items() if value}

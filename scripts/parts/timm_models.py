@@ -115,6 +115,10 @@ def timm_arguments(model: nn.Module) -> tuple[str, dict[str, Any]]:
     The architecture is the one that shares most sizes with the model. Its other sizes become arguments. An encoder of a
     BEiT has the pooling `token`, because timm drops the final norm for `avg`.
     """
+    if getattr(model, "rotary", False):
+        raise ValueError(
+            "timm's ViTs with rotary positions have no bias of keys, which this one trains: --format torch"
+        )
     sizes, architectures = sizes_of(model)
     name = max(architectures, key=lambda name: num_equal(architectures[name], sizes))
     options: dict[str, Any] = {}
@@ -143,7 +147,7 @@ def timm_arguments(model: nn.Module) -> tuple[str, dict[str, Any]]:
         options["use_rel_pos_bias"] = False
     options["num_classes"] = 0
     if is_classifier(model):
-        if num_registers > 0 and model.global_pool == "token":
+        if num_registers > 0 and model.global_pool == "token" and not model.registers:
             raise ValueError("of classifiers with several class tokens, timm takes those with --global_pool avg alone")
         head = model.head[-1] if isinstance(model.head, nn.Sequential) else model.head
         options["global_pool"] = model.global_pool

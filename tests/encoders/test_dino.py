@@ -8,10 +8,12 @@ from torch.testing import assert_close
 from downstream.probe.models import open_encoder
 from encoders.load import build, load_blocks, read
 from encoders.trained import load
+from frameworks import registry
 from models_mae_pr import MaskedAutoencoderViT
 from prmim import TokenOrder
+from scripts import export
 from tests.downstream.dense import detect, segment, write_shapes, write_stripes
-from tests.runs import assert_same_state, finetune, losses, pretrain, state
+from tests.runs import assert_same_state, finetune, losses, pretrain, refused, state
 from tests.test_models_mae_pr import orders
 from util.run.files.record import CheckpointError
 
@@ -243,6 +245,47 @@ def test_from_a_file_to_a_fine_tuned_classifier(kind, model, files, labelled, tm
     assert classifier.traits == TRAITS[kind]
     imgs = torch.randn(2, 3, 32, 32)
     assert_close(classifier(imgs), classifier.head(classifier.forward_features(imgs)[:, 0]))
+
+
+def test_frozen_blocks_stay_and_keep_nothing_for_a_backward_pass(files, labelled, tmp_path, capsys):
+    """Also after a stop. The decoder and the last block are trained."""
+    path = files["dinov3_qkvb"]
+    command = [labelled, tmp_path / "run", "--pretrained", path, "--trainable_blocks", 1, "--drop_path", 0.5]
+    pretrain(*command, "--max_steps", 3)
+    pretrain(*command)
+    model, settings = registry.load_run(tmp_path / "run")
+    encoder, _ = build(read(path))
+    untrained = encoder.state_dict()
+    changed = {
+        name for name, value in model.state_dict().items() if name in untrained and value.ne(untrained[name]).any()
+    }
+    assert changed == {name for name in untrained if name.startswith(("blocks.3.", "norm."))}
+    model.freeze_all_but(1)
+    model.train()
+    kept = []
+    model.blocks[2].register_forward_hook(lambda module, args, output: kept.append(output.requires_grad))
+    model(torch.randn(2, 3, 32, 32), orders(model, 2))
+    assert kept == [False]
+    assert not model.blocks[2].training
+    message = pretrain.refused(capsys, labelled, tmp_path / "other", "--trainable_blocks", 1)
+    assert "--pretrained" in message
+
+
+@pytest.mark.parametrize("global_pool", ["avg", "token"])
+def test_registers_come_back_from_an_export(global_pool, files, labelled, tmp_path):
+    finetune(labelled, tmp_path / "run", "--finetune", files["dinov2_registers"], "--global_pool", global_pool)
+    export.main([str(tmp_path / "run"), "--out", str(tmp_path / "exported")])  # compares with timm
+    weights = read(tmp_path / "exported")
+    assert weights.traits == WITH_REGISTERS
+    imgs = torch.randn(2, 3, 32, 32)
+    assert_close(load(tmp_path / "exported").model(imgs), load(tmp_path / "run").model(imgs))
+
+
+def test_rotary_positions_are_exported_for_torch_alone(files, labelled, tmp_path, capsys):
+    finetune(labelled, tmp_path / "run", "--finetune", files["dinov3_qkvb"], "--max_steps", 3)
+    export.main([str(tmp_path / "run"), "--out", str(tmp_path / "model.pt2"), "--format", "torch"])
+    message = refused(capsys, export.main, tmp_path / "run", "--out", tmp_path / "exported")
+    assert "--format torch" in message
 
 
 def test_others_refuse_what_they_cannot_be(files, labelled, tmp_path, capsys):

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from util.run.files.record import INVALID_SETTINGS, CheckpointError, CheckpointInfo
 
-EXPORTED_SETTINGS = ("mean", "std", "input_size", "crop_pct", *INVALID_SETTINGS)
+EXPORTED_SETTINGS = ("mean", "std", "input_size", "crop_pct", "registers", *INVALID_SETTINGS)
 EXPORTED_FACTS = ("classes", "pixels", *EXPORTED_SETTINGS)
 
 
