@@ -19,7 +19,6 @@ from engine_pretrain import forward_backward, train_one_epoch
 from framework import Flag, Framework, PixelFramework
 from frameworks.hooks.pictures import Pictures
 from frameworks.registry import MODELS, build_model, check_own_flags, class_of
-from models_vit import Freezable
 from prmim import AGGREGATION, SAMPLING, SpatialAggregation
 from recipes import RECIPES
 from util import collectives
@@ -320,9 +319,10 @@ def check_flags(args: argparse.Namespace, plan: Plan, given: Set[str]) -> None:
 
 def freeze_blocks(model: Framework, args: argparse.Namespace) -> None:
     """Freezes what --trainable_blocks leaves out. ValueError if it does not fit the model."""
-    if not isinstance(model, Freezable):
+    freeze = getattr(model, "freeze_all_but", None)
+    if freeze is None:
         raise ValueError(f"--trainable_blocks is for ViTs, and {args.model} is none")
-    model.freeze_all_but(args.trainable_blocks)
+    freeze(args.trainable_blocks)
 
 
 def check_capture(args: argparse.Namespace, plan: Plan, model: Framework) -> None:

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+import timm
 import torch
 
 from scripts import sample_photos
@@ -30,6 +31,8 @@ def test_the_guide_leads_from_a_folder_to_a_timm_model(tmp_path, monkeypatch):
     pytest.importorskip("skimage")
     monkeypatch.setattr(sample_photos, "PHOTOS", ("coffee.png", "rocket.jpg"))
     monkeypatch.chdir(tmp_path)
+    dino = timm.create_model("vit_small_patch14_dinov2", img_size=224)
+    torch.save(dino.state_dict(), "dinov2_vits14_pretrain.pth")
     run = []
     for command in commands_of(GUIDE):
         found = program_of(command)
