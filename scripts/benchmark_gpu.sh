@@ -10,7 +10,7 @@
 #     BATCH_BASE, BATCH_LARGE  images per step (512 and 256, for a GPU with 80 GB)
 #     ROUNDS                   number of times that each step is timed (10)
 #     ATTENTION                attention kernel that short attention is compared with (flash)
-#     IMAGES                   folder of JPEGs: adds training runs from it, 3.5 minutes (none)
+#     IMAGES                   folders of JPEGs or packed shards: adds three training runs from each, 5 minutes (none)
 #     PRMIM_SETUP=0            use the current environment instead of making one
 set -euo pipefail
 unset CDPATH # with it, cd may print another folder
@@ -38,7 +38,7 @@ if [ -n "$(ls -A "$output")" ] && [ ! -f "$output/environment.txt" ]; then
     exit 1
 fi
 # Remove the files of an earlier run.
-(cd "$output" && rm -rf environment.txt tests.txt cost_{base,large,graph,short,compiled}.{md,csv} end_to_end)
+(cd "$output" && rm -rf environment.txt tests.txt cost_{base,large,graph,short,compiled}.{md,csv} from_jpegs)
 
 {
     date -u +%Y-%m-%d
@@ -62,13 +62,17 @@ profile cost_compiled 130 "${BATCH_BASE:-512}" {prmim50,mae}_vit_base_100ep --co
 profile cost_base 60 "${BATCH_BASE:-512}" mae_vit_base_100ep {plain,prmim}{25,50,65}_vit_base_100ep
 profile cost_large 80 "${BATCH_LARGE:-256}" {mae,plain50,prmim50}_vit_large_100ep
 timeout -k 5 195 python -m pytest -q -m gpu -p no:cacheprovider 2>&1 | tee "$output/tests.txt" || status=1
-# From JPEGs to weights, with all cores. Each log ends with images/s and the share of the time that waits for data.
-if [ -n "${IMAGES:-}" ]; then
-    for recipe in mae_vit_base_100ep prmim50_vit_base_100ep; do
-        timeout -k 5 100 python main_pretrain.py --recipe "$recipe" --data_path "$IMAGES" --compile --max_steps 80 \
-            --batch_size "${BATCH_BASE:-512}" --total_batch_size "${BATCH_BASE:-512}" --picture_every 0 \
-            --output_dir "$output/end_to_end/$recipe" || { echo "the run $recipe from JPEGs failed" >&2 && status=1; }
+# From JPEGs to weights, with all cores. The last two reports of each log are those of 400 steps after the queue of
+# loaded batches has emptied: images/s, and the share of the time that waits for data.
+number=0
+for data in ${IMAGES:-}; do
+    number=$((number + 1))
+    for repeats in 1 2 4; do
+        timeout -k 5 200 python main_pretrain.py --recipe prmim50_vit_base_100ep --data_path "$data" --compile \
+            --repeat_aug $repeats --batch_size "${BATCH_BASE:-512}" --total_batch_size "${BATCH_BASE:-512}" \
+            --max_steps 600 --print_freq 200 --picture_every 0 --output_dir "$output/from_jpegs/$number-$repeats" ||
+            { echo "the run --data_path $data --repeat_aug $repeats from JPEGs failed" >&2 && status=1; }
     done
-fi
+done
 echo "Tables and logs in $output:" && ls "$output"
 exit $status

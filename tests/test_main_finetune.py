@@ -3,6 +3,7 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -29,7 +30,7 @@ from tests.runs import (
     state,
 )
 from tests.warm import run_by_torchrun
-from util.data.datasets import AddressedDataset
+from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.open import open_images
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.transforms import Normalize, ResizeCenterCrop
@@ -123,7 +124,19 @@ def assert_same_best(ours, theirs):
         assert torch.equal(best["model"][name], value), name
 
 
-@pytest.mark.parametrize("flags", [(), ("--trainable_blocks", 0, "--precision", "bf16")])
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+def test_mixup_never_mixes_crops_of_one_image(mode, labelled, tmp_path, capsys):
+    """Each image has a label of its own here, so a mixed target has two."""
+    mixup = timm.data.Mixup(mixup_alpha=0.8, mode=mode, label_smoothing=0, num_classes=24)
+    np.random.seed(0)  # whence timm draws
+    for batch in StepBatchSampler(24, 8, 1, 0, 1, 0, 0, 21, repeats=4, epochs=range(7)):
+        _, targets = mixup(torch.zeros(8, 3, 4, 4), torch.tensor([index for _, index in batch]))
+        assert targets.count_nonzero(dim=1).tolist() == [2] * 8
+    odd = ("--mixup", 0.8, "--mixup_mode", mode, "--batch_size", 12, "--repeat_aug", 4)
+    assert "--repeat_aug" in finetune.refused(capsys, labelled, tmp_path / "out", *odd)
+
+
+@pytest.mark.parametrize("flags", [(), ("--trainable_blocks", 0, "--precision", "bf16"), ("--repeat_aug", 2)])
 def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(labelled, pretrained, tmp_path, flags):
     """With RandAugment, erasing, mixup and drop path: stopped in mid-epoch, with other workers."""
     flags = ("--finetune", pretrained, "--batch_size", 4, "--accum_iter", 2, "--print_freq", 3, *flags)

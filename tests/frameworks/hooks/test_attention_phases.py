@@ -22,7 +22,7 @@ from tests.runs import assert_same_state, pretrain, reports, state
 from tests.two_processes import run_in_two_processes
 from tests.warm import run_by_torchrun
 from util.data.attention_maps import AttentionMaps, Squash, maps_path
-from util.data.datasets import AddressedDataset, permutation
+from util.data.datasets import AddressedDataset, StepBatchSampler, permutation
 from util.data.images import FolderImages
 from util.data.transforms import Normalize, RandomResizedCropFlip
 from util.run.files.search import list_checkpoints
@@ -228,7 +228,10 @@ def test_amt_masks_at_random_until_there_are_maps(photos, tmp_path, monkeypatch,
     assert "epoch 3: tokens are drawn by the attention after epoch 2, 10 visible + 28 retained" in out
 
 
-@pytest.mark.parametrize("flags", [FLAGS, AMT, SIMMIM], ids=["attention", "AMT", "AMT on SimMIM"])
+REPEATED = [*FLAGS, "--repeat_aug", 4]  # epoch 0, epochs 1 and 2, epoch 3: groups end with their phase
+
+
+@pytest.mark.parametrize("flags", [FLAGS, AMT, SIMMIM, REPEATED], ids=["attention", "AMT", "AMT on SimMIM", "repeated"])
 def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(photos, tmp_path, flags):
     """Stopped in mid-epoch before the first maps, and in the midst of a phase."""
     flags = [*flags, "--attention_every", 2]  # maps after epochs 0 and 2: a phase has two epochs
@@ -243,6 +246,20 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(photos, tmp_path, flag
         maps = maps_path(tmp_path / "parts", epoch).read_bytes()
         assert maps == maps_path(tmp_path / "whole", epoch).read_bytes()
     assert [report["step"] for report in reports(tmp_path / "parts")] == list(range(1, 13))
+
+
+def test_all_crops_of_an_image_are_drawn_with_the_same_maps(photos, tmp_path, monkeypatch):
+    epochs = []
+
+    class Recorded(StepBatchSampler):
+        def __iter__(self):
+            for batch in super().__iter__():
+                epochs.append({epoch for epoch, _ in batch})
+                yield batch
+
+    monkeypatch.setattr("util.run.train.loader.StepBatchSampler", Recorded)
+    pretrain(photos, tmp_path / "out", *REPEATED, "--attention_every", 2)
+    assert epochs == [{0}] * 3 + [{1, 2}] * 6 + [{3}] * 3
 
 
 @pytest.fixture
