@@ -435,6 +435,18 @@ def test_recomputed_activations_change_nothing(name, arm):
     assert saved_bytes(lambda: total(model(*batch))) < 0.8 * saved
 
 
+@pytest.mark.parametrize("pointwise_only", [False, True])
+def test_recomputed_blocks_drop_the_same_paths(pointwise_only):
+    model = build("MaskedAutoencoderViT", drop_path_rate=0.5)
+    batch = a_batch(model)
+    found = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        found.append(gradients(model, total(model(*batch))))
+        recompute_blocks(model, pointwise_only)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 @frameworks
 def test_a_step_reads_nothing_from_the_device(name):
     """The step runs on the meta device, whose tensors have no values that the host could read."""

@@ -16,6 +16,7 @@ from models_vit import (
     unpatchify,
     vit_base_patch16,
     vit_huge_patch14,
+    vit_micro_patch4,
 )
 from tests.test_models_mae_pr import perturbed
 
@@ -115,6 +116,11 @@ def test_drop_path_compiled_drops_images_at_its_rate(rate):
     torch.manual_seed(1)
     assert torch.equal(eager, timm.layers.DropPath(rate)(x))
     assert drop_path.eval()(x) is x
+
+
+def test_drop_path_grows_linearly_from_0():
+    rates = [getattr(block.drop_path, "drop_prob", 0) for block in vit_micro_patch4(drop_path_rate=0.3).blocks]
+    assert rates == pytest.approx([0, 0.1, 0.2, 0.3])
 
 
 def test_published_sizes():
