@@ -1,6 +1,7 @@
 """TIFFs of any size, of which rasterio reads rows, and the geo tags that label maps copy, by tifffile."""
 
 import io
+import os
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ class LargeTiff:
         self.size = size_of_tiff(images, i)
         if self.size == (0, 0):
             raise ImageError(f"{self.path!r} is no TIFF that is read in parts")
+        os.environ.setdefault("GDAL_CACHEMAX", "256")  # MB; else a share of the machine's memory, not of the job's
         try:
             import rasterio
 
