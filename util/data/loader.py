@@ -216,7 +216,7 @@ class Slots:
         return found
 
     def pin(self) -> None:
-        """Registers the memory with the GPU, after the fork."""
+        """Registers the memory with the GPU, after the fork. Written without a GPU, and not tried on one yet."""
         if self.for_gpu:
             error = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0)
             torch.cuda.check_error(int(error))
