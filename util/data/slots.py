@@ -1,0 +1,123 @@
+"""The way of a batch from a worker to the trainer: shared memory, which the images of later batches use again."""
+
+import math
+import mmap
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+
+
+class InSlot(NamedTuple):
+    """Stands for a tensor in `Slots`, on its way from a worker."""
+
+    dtype: torch.dtype
+    offset: int  # in values
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Slots:
+    """Memory that workers and trainer share, in which the images of a batch are written over those of an older one.
+
+    New memory is zeroed by the kernel and mapped by both processes, for every batch. The slots are mapped once, before
+    the workers are forked, and need no space in /dev/shm. Batch n lies in slot n % (number of slots). A worker gets it
+    to do when batch n - `ahead` is taken, so there is no queue of free slots, and no lock that a killed worker holds.
+
+    ahead: batches that are begun and not taken. kept: the trainer must have used a batch when it asks for the one that
+    comes `kept` later; for a GPU this waits until it has. for_gpu: the memory is pinned.
+    """
+
+    def __init__(self, ahead: int, kept: int, batch_bytes: int, for_gpu: bool) -> None:
+        number = ahead + kept
+        self.memory = torch.frombuffer(mmap.mmap(-1, number * batch_bytes), dtype=torch.uint8).view(number, batch_bytes)
+        self.kept = kept
+        self.for_gpu = for_gpu
+        self.uses: deque[torch.cuda.Event] = deque()  # the GPU passes them when it has used the batches taken before
+        self.free: torch.Tensor | None = None  # in a worker: the slot of its batch, until images lie there
+
+    def begin(self, number: int) -> None:
+        """From now on, `default_collate` of this worker stacks the first tensors, the images, in a slot."""
+        self.free = self.memory[number % len(self.memory)]
+        default_collate_fn_map[torch.Tensor] = self._stack
+
+    def _stack(self, tensors: Sequence[torch.Tensor], **others: Any) -> torch.Tensor:
+        shape = (len(tensors), *tensors[0].shape)
+        dtype = tensors[0].dtype
+        size = math.prod(shape) * dtype.itemsize
+        slot = self.free
+        if slot is None or size > len(slot):
+            return collate_tensor_fn(tensors, **others)
+        self.free = None
+        return torch.stack(tensors, out=slot[:size].view(dtype).view(shape))
+
+    def describe(self, tensor: torch.Tensor) -> InSlot | None:
+        """Returns where a tensor lies, or None if it is not in these slots."""
+        if tensor.untyped_storage().data_ptr() != self.memory.untyped_storage().data_ptr():
+            return None
+        return InSlot(tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+
+    def find(self, batch: Sequence[Any]) -> list[Any]:
+        """Returns a batch with the tensors that its InSlots stand for."""
+        found = []
+        for part in batch:
+            if isinstance(part, InSlot):
+                storage = self.memory.untyped_storage()
+                part = torch.empty(0, dtype=part.dtype).set_(storage, part.offset, part.shape, part.strides)
+            found.append(part)
+        return found
+
+    def pin(self) -> None:
+        """Registers the memory with the GPU, after the fork. Written without a GPU, and not tried on one yet."""
+        if self.for_gpu:
+            error = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0)
+            torch.cuda.check_error(int(error))
+
+    def unpin(self) -> None:
+        """Ends what `pin` began. After an error of the GPU it does nothing."""
+        if self.for_gpu:
+            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+
+    def wait_for_gpu(self) -> None:
+        """Waits until the GPU has used the batch whose slot is written when the next batch is taken."""
+        if not self.for_gpu:
+            return
+        event = torch.cuda.Event(blocking=True)  # without it, the wait keeps a core busy
+        event.record()
+        self.uses.append(event)
+        if len(self.uses) == self.kept:
+            self.uses.popleft().synchronize()
+
+
+class Batches(torch.utils.data.Dataset):
+    """The batches of a data set: `batches[(number, addresses)]`. In a worker, their tensors lie in shared memory.
+
+    Otherwise a thread of the worker would move them. If it then found no space, the batch would be lost, and the
+    trainer would wait for it without end.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Sequence[Any]], Any], slots: Slots | None) -> None:
+        self.dataset = dataset
+        self.collate = collate
+        self.slots = slots
+
+    def __getitem__(self, numbered: tuple[int, Sequence[Any]]) -> Any:
+        number, addresses = numbered
+        if self.slots is not None:
+            self.slots.begin(number)
+        if hasattr(self.dataset, "__getitems__"):
+            samples = self.dataset.__getitems__(addresses)
+        else:
+            samples = [self.dataset[address] for address in addresses]
+        batch = self.collate(samples)
+        if torch.utils.data.get_worker_info() is None:
+            return batch
+        shared = []
+        for part in batch:
+            if torch.is_tensor(part):
+                place = None if self.slots is None else self.slots.describe(part)
+                part = place or part.share_memory_()
+            shared.append(part)
+        return shared
