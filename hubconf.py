@@ -3,7 +3,7 @@
     import torch
 
     model = torch.hub.load(REPO, "encoder", source="local", path=RUN_OR_FILE)
-    tokens = model(imgs)  # [B, 1 + N, D], class token first; Swin: [B, cells, 8 D]; detectors' encoders: [B, N, D]
+    tokens = model(imgs)  # [B, P + N, D], class token and registers first; Swin: [B, cells, 8 D]; detectors: [B, N, D]
 
 REPO is the folder of this code. The other entry points are `classifier`, `segmenter`, `detector`, and the factories of
 all encoders, such as `vit_base_patch16`. Images are normalised, [B, C, H, W].
