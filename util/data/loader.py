@@ -1,4 +1,4 @@
-"""The loader of batches: the memory in which they wait, and images that cannot be read.
+"""The loader of batches, and the memory in which they wait.
 
 A worker that dies, a full /dev/shm and a failing storage end the process with exit code 75. The same command goes on.
 """
@@ -15,15 +15,12 @@ import torch
 
 from util import collectives
 from util.data.datasets import Address, AddressedDataset, Sample, StepBatchSampler
-from util.data.images import ImageError, Images, find_storage_error
 from util.data.slots import Batches, Slots
 from util.data.workers import begin_beside_gpu, ignore_in_worker, kill_at_exit
-from util.text import count_of
 
 SHARED_MEMORY = "/dev/shm"
 PREFETCHED_BYTES = 2**32  # in batches that wait for one process
 MAX_AHEAD = 4  # batches per worker
-MAX_NAMED = 10  # bad images in one message
 ENLARGE = "give the container more shared memory (docker run --shm-size)"
 
 
@@ -33,10 +30,6 @@ class LoaderError(OSError):
 
 class TooLittleMemory(ValueError):
     """Shared memory has no space for the batches of the workers. The message says what to change."""
-
-
-class TooManyBadImages(ImageError):
-    """More images than --max_bad_fraction cannot be read. All ranks raise it at the same step."""
 
 
 class Loader:
@@ -190,77 +183,3 @@ def check_space(batch_bytes: int, num_workers: int, num_batches: int) -> None:
         f"{SHARED_MEMORY} has {free / 1e6:.1f} MB free, but one batch of each worker takes {needed / 1e6:.1f} MB: "
         f"{ENLARGE}, or --num_workers {fitting}"
     )
-
-
-# --------------------------------------------------------------------------------------------------------- bad images
-
-
-class BadImages:
-    """Reports the images that the workers of all processes have marked as bad.
-
-    flags: `AddressedDataset.bad`, uint8 [n]. max_fraction: of all images; a single bad image is always accepted.
-    before_error: is called before an error on all ranks, to save their steps.
-    """
-
-    def __init__(
-        self,
-        images: Images,
-        flags: torch.Tensor | None,
-        max_fraction: float,
-        log: Callable[[str], None],
-        before_error: Callable[[], None],
-    ) -> None:
-        self.images = images
-        self.before_error = before_error
-        self.flags = flags
-        self.num_known = 0.0  # flags of all ranks
-        self.max_bad = max(1, int(max_fraction * len(images)))
-        self.limit = f"more than --max_bad_fraction {max_fraction:g}"
-        self.log = log
-        self.known: set[int] = set()
-
-    def count(self) -> int:
-        """Returns how many images this process has found bad."""
-        if self.flags is None:
-            return 0
-        return int(self.flags.count_nonzero())
-
-    def report(self, num_flags: float) -> None:
-        """Logs the newly bad images. Collective: all ranks raise TooManyBadImages if there are too many.
-
-        num_flags: the sum of all ranks' `count`. They raise OSError instead if on one of them no image can be opened
-        any more.
-        """
-        if self.flags is None or num_flags == self.num_known:  # as almost always; to gather lists takes long
-            return
-        self.num_known = num_flags
-        bad: set[int] = set()
-        for bad_on_rank in collectives.gather_objects(self.flags.nonzero().flatten().tolist()):
-            bad.update(bad_on_rank)
-        new = sorted(bad - self.known)
-        self.known = bad
-        if not new:
-            return
-        message = f"{len(bad)} of {count_of(len(self.images), 'image')} cannot be read"
-        if len(bad) <= self.max_bad:
-            self.log(f"warning: {message} and are replaced by the next ones. New: {self._reasons(new)}")
-            return
-        self.before_error()
-        for error in collectives.gather_objects(find_storage_error(self.images)):
-            if error is not None:
-                raise error
-        reasons = self._reasons(sorted(bad))
-        raise TooManyBadImages(f"{message}, {self.limit}: {reasons}. Repair the data, or raise the flag")
-
-    def _reasons(self, bad: Sequence[int]) -> str:
-        """Reads the first of these images again. Returns why they are bad."""
-        reasons = []
-        for i in bad[:MAX_NAMED]:
-            try:
-                self.images.load_sample(i)
-                reasons.append(f"{self.images.path(i)!r} could not be read before, but can be read now")
-            except ImageError as error:
-                reasons.append(str(error))
-        if len(bad) > MAX_NAMED:
-            reasons.append(f"and {len(bad) - MAX_NAMED} more")
-        return "; ".join(reasons)

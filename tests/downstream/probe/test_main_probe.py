@@ -135,19 +135,19 @@ def test_a_probe_learns_what_can_be_learnt_and_writes_it_down(encoder, tmp_path)
 
 
 def test_the_held_out_tenth_never_trains(encoder, data, tmp_path, monkeypatch):
-    getitem = engine_probe.AddressedDataset.__getitem__
+    getitems = engine_probe.AddressedDataset.__getitems__
     trained_on = set()
     selected_by = []
 
-    def note(self, address):
-        i = address[1]
-        if isinstance(self.transform, RandomResizedCropFlip):
-            trained_on.add(int(self.images.indices[i]))
-        elif len(self.images) == 24:
-            selected_by.append(i)
-        return getitem(self, address)
+    def note(self, addresses):
+        for _, i in addresses:
+            if isinstance(self.transform, RandomResizedCropFlip):
+                trained_on.add(int(self.images.indices[i]))
+            elif len(self.images) == 24:
+                selected_by.append(i)
+        return getitems(self, addresses)
 
-    monkeypatch.setattr(engine_probe.AddressedDataset, "__getitem__", note)
+    monkeypatch.setattr(engine_probe.AddressedDataset, "__getitems__", note)
     probe(encoder, data, tmp_path, "--probes", "linear")
     training, held_out = split_held_out(24)
     assert sorted([*training, *held_out]) == list(range(24))

@@ -13,9 +13,10 @@ from torch.utils.data import default_collate
 from prmim import MaskCollator, TokenCounts, TokenOrderSampler
 from tests.runs import assert_same_state, pretrain
 from util.data import loader
+from util.data.bad_images import BadImages
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import FolderImages
-from util.data.loader import BadImages, Loader, LoaderError, TooLittleMemory, batches_ahead, check_space
+from util.data.loader import Loader, LoaderError, TooLittleMemory, batches_ahead, check_space
 from util.data.transforms import RandomResizedCropFlip
 from util.data.workers import NICENESS
 

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from util import collectives
+from util.data.bad_images import BadImages
 from util.data.datasets import AddressedDataset
 from util.data.images import ImageError
-from util.data.loader import BadImages, TooLittleMemory
+from util.data.loader import TooLittleMemory
 from util.data.open import data_hint
 from util.data.transforms import Normalize
 from util.data.workers import kill_workers
