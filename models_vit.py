@@ -212,6 +212,13 @@ class Block(nn.Module):
         return self.attn.cls_attention(self.norm1(x), rotation)
 
 
+def run_block(block: nn.Module, x: Tensor, rotation: Tensor | None) -> Tensor:
+    """Calls a block on x [B, n, C], with the rotation of its queries and keys if there is one."""
+    if rotation is None:
+        return block(x)
+    return block(x, rotation)
+
+
 def make_drop_path(rate: float) -> nn.Module:
     """Returns a `DropPath`, or nothing to do if the rate is 0."""
     if rate:
@@ -369,7 +376,7 @@ class PositionedEncoder(PatchEncoder):
         """
         x = self.prepend_cls_token(tokens)
         for block in self.blocks:
-            x = block(x, rotation)
+            x = run_block(block, x, rotation)
         return x
 
     def prepend_cls_token(self, tokens: Tensor) -> Tensor:
@@ -392,7 +399,7 @@ class PositionedEncoder(PatchEncoder):
         x = self.prepend_cls_token(self.embed(imgs))
         rotation = self.rotation()
         for block in self.blocks[:-1]:
-            x = block(x, rotation)
+            x = run_block(block, x, rotation)
         attention = self.blocks[-1].cls_attention(x, rotation)  # to other class tokens, too
         return attention[..., self.num_cls_tokens - 1 :]
 

@@ -117,7 +117,7 @@ class LocalMIMViT(Framework, ViTEncoder):
         norms = iter(self.norm)
         levels = []
         for i, block in enumerate(self.blocks):
-            x = block(x, rotation)
+            x = block(x)
             if i in self.taps:  # the norm is on a side branch; the next block takes x itself
                 norm = next(norms)
                 levels.append(norm(x))

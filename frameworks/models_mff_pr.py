@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from encoders.names import from_mmpretrain
 from framework import check_blocks
 from models_mae_pr import MaskedAutoencoderViT
-from models_vit import BASE, MICRO, MINI, init_weights
+from models_vit import BASE, MICRO, MINI, init_weights, run_block
 
 __all__ = ["MFFMaskedAutoencoderViT", "mff_vit_micro_patch4", "mff_vit_mini_patch4", "mff_vit_base_patch16"]
 
@@ -57,7 +57,7 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
         projections = iter(self.proj_layers)
         levels: list[Tensor] = []
         for i, block in enumerate(self.blocks):
-            x = block(x, rotation)
+            x = run_block(block, x, rotation)
             if i == len(self.blocks) - 1:
                 levels.append(x)
             elif i in self.fused_blocks:

@@ -170,7 +170,7 @@ class TECViT(Framework, ViTEncoder):
         x = self.prepend_cls_token(tokens)
         levels = []
         for block in self.blocks:
-            x = block(x, rotation)
+            x = block(x)
             levels.append(x)
         levels[-1] = self.norm(x)
         return self.encoder_adaptor(levels)

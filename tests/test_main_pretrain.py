@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -364,7 +365,7 @@ def test_user_errors_are_one_paragraph_before_the_first_step(
 def check(flags):
     """Checks flags as the program does before it reads images."""
     parser, args = main_pretrain.parse_args(flags.split())
-    main_pretrain.check_flags(args, None, set(parser.given))
+    main_pretrain.check_flags(args, SimpleNamespace(batch_size=64), set(parser.given))
 
 
 RECIPE = "--recipe attention50_vit_base_100ep"
@@ -428,20 +429,6 @@ def test_weights_are_no_run_to_resume(photos, tmp_path, capsys):
     torch.save({"model": {"w": torch.zeros(1)}}, path)
     message = pretrain.refused(capsys, photos, tmp_path / "out", "--resume", path, code=4)
     assert "holds weights but no run to resume" in message
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["RANK"],
-        ["RANK", "WORLD_SIZE", "LOCAL_RANK"],
-        ["WORLD_SIZE"],
-    ],
-)
-def test_half_an_environment_is_named(photos, tmp_path, capsys, monkeypatch, names):
-    for name in names:
-        monkeypatch.setenv(name, "1")
-    assert "start with torchrun, or unset them" in pretrain.refused(capsys, photos, tmp_path / "out")
 
 
 @pytest.mark.gpu

@@ -43,7 +43,7 @@ def test_too_many_files_that_are_no_images_are_named(tmp_path):
     assert note.startswith("warning: 1 of")
     (tmp_path / "2.jpg").touch()
     (tmp_path / "3.png").symlink_to("nowhere")
-    with pytest.raises(ValueError, match=r"3 of 4 checked .* more than --max_bad.*: .*1\.jpg.*2\.jpg.*3\.png"):
+    with pytest.raises(ValueError, match=r"3 of 4 checked .* --max_bad_fraction .*1\.jpg"):
         open_images("folder", tmp_path, max_bad_fraction=0.01)
     open_images("folder", tmp_path, max_bad_fraction=0.8)
 
