@@ -9,7 +9,7 @@ import torch
 
 import main_pretrain
 from tests.runs import pretrain
-from util import cores as cores_module
+from util import host
 from util.run.processes.distributed import Process
 from util.run.start import plan as plan_module
 from util.run.start import run
@@ -168,8 +168,8 @@ def test_the_cores_of_a_process(monkeypatch, num_visible, num_processes, environ
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cores_module, "available_cores", lambda: num_visible)
-    assert cores_module.cores_per_process(num_processes) == share
+    monkeypatch.setattr(host, "available_cores", lambda: num_visible)
+    assert host.cores_per_process(num_processes) == share
     process = argparse.Namespace(local_world_size=num_processes)
     assert num_workers(argparse.Namespace(num_workers=None), process) == min(32, max(1, share - 1))
 
@@ -183,6 +183,6 @@ def test_a_container_may_allow_fewer_cores_than_the_machine_has(tmp_path, monkey
     files = {"/sys/fs/cgroup/cpu.max": tmp_path / "cpu.max"}
     if limit is not None:
         (tmp_path / "cpu.max").write_text(limit)
-    monkeypatch.setattr(cores_module, "Path", files.__getitem__)
-    monkeypatch.replace_in(cores_module, "os.sched_getaffinity", lambda pid: set(range(8)))
-    assert cores_module.available_cores() == cores
+    monkeypatch.setattr(host, "Path", files.__getitem__)
+    monkeypatch.replace_in(host, "os.sched_getaffinity", lambda pid: set(range(8)))
+    assert host.available_cores() == cores
