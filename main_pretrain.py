@@ -48,7 +48,7 @@ timm_optim = LazyModule("timm.optim")
 
 PROGRAM = "main_pretrain.py"
 MODEL = "mae_vit_base_patch16"
-BLR = 1.5e-4  # of MAE, for a total batch of 4096 and 800 epochs
+BLR = 1.5e-4  # per 256 images; MAE's, for a total batch of 4096 and 800 epochs
 
 
 def get_args_parser(model: str = MODEL, by_attention: bool = False) -> Parser:
@@ -338,7 +338,7 @@ def check_capture(args: argparse.Namespace, plan: Plan, model: Framework) -> Non
     for is_met, need in needs:
         if not is_met:
             raise ValueError(f"--cuda_graph needs {need}")
-    blank = [(torch.zeros(1), 0, (0, 0))]
+    blank = [(torch.zeros(1, dtype=torch.uint8), 0, (0, 0))]  # of integers no pixel is invalid
     if len(model.collator(args.sampling, args.seed).examples(blank)) > 1:
         raise ValueError(f"--cuda_graph needs batches of one shape, which those of --model {args.model} are not")
 

@@ -450,6 +450,7 @@ def test_a_run_on_the_gpu(photos, tmp_path, precision):
         ("--device cuda --recompute", "--recompute"),
         ("--device cuda --model greenmim_swin_base_patch4_window7", "--model"),
         ("--device cuda", None),
+        ("--device cuda --nodata 0", None),
     ],
 )
 def test_a_step_that_cannot_be_captured_is_refused(flags, need):

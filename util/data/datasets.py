@@ -149,7 +149,7 @@ class StepBatchSampler:
                 place_in_step = (micro * self.world_size + self.rank) * self.batch_size
                 first = (step_in_group * self.total_batch + place_in_step) // len(group)
                 indices = order[first : first + self.batch_size // len(group)].tolist()
-                yield [(epoch, index) for index in indices for epoch in group]
+                yield [(member, index) for index in indices for member in group]
 
 
 def group_of(epoch: int, repeats: int, epochs: range) -> range:

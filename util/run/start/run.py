@@ -3,7 +3,7 @@
 with Run.begin(PROGRAM, parser, args, argv, ...) as run:  # flags, processes, folder, what the run was before
     images, model, optimizer, loader = ...
     training = Training(run, model, optimizer, dataset, schedule, facts)  # restores; wraps; log, loop, saver
-    return training.train(train_one_epoch, loader, [evaluator])        # steps, saves, signals, the end
+    return training.train(train_one_epoch, loader.open, [evaluator])   # steps, saves, signals, the end
 """
 
 import argparse
