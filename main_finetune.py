@@ -35,7 +35,7 @@ from util.data.transforms import RandomResizedCropFlip, ResizeCenterCrop, with_v
 from util.evaluate import robustness
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.loop import EvalContext
-from util.evaluate.results import RESULTS, Evaluation, accuracy_text
+from util.evaluate.results import Evaluation, accuracy_text
 from util.evaluate.session import Session, session_of_eval
 from util.lazy import LazyModule
 from util.run.cli import FlagGroup, Parser, run_program
@@ -532,7 +532,7 @@ def evaluate_set(
     model = classifier.model.to(context.device)
 
     def score(folder: Path) -> dict[str, float]:
-        images = FolderImages(folder, labelled=True)
+        images = FolderImages(folder, labelled=True, use_pillow=args.loader == "reference")
         columns = robustness.find_columns(args.eval_set, images.classes, wnids)
         return evaluate_images(model, images, view, context, columns)
 
@@ -559,7 +559,9 @@ def evaluate_corruptions(
     assert weights is not None
     protocol = {name: settings.get(name) for name in ("input_size", "mean", "std")}
     protocol["precision"] = precision(args.precision, session.process.device).name
-    results = robustness.open_results(session.output_dir / RESULTS, weights.path, weights.sha256, protocol)
+    protocol["loader"] = args.loader
+    protocol["data_path"] = str(Path(args.data_path).resolve())
+    results = robustness.open_results(session.output_dir / robustness.RESULTS, weights.path, weights.sha256, protocol)
     for name in results.missing(folders):
         results.add(name, score(folders[name]))
         session.print(f"{name}: {accuracy_text(results.parts[name])}")

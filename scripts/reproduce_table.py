@@ -80,9 +80,9 @@ def measured(row: Row, rows: Sequence[Row], root: Path) -> Any:
         return counted.get(recipe, "")
     folder = root / row["pretrain"] / row["evaluate"]
     if row["measure"].startswith("imagenet_"):
-        results = read_json(folder / row["measure"] / "results.json")
         if row["measure"] == "imagenet_c":
-            return results.get("imagenet_c", {}).get("mce", "")
+            return read_json(folder / "imagenet_c" / "imagenet_c.json").get("imagenet_c", {}).get("mce", "")
+        results = read_json(folder / row["measure"] / "results.json")
         return results.get("last", {}).get("val_top1", "")
     if read_json(folder / STATE).get("state") != "finished":
         return ""

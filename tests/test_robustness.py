@@ -151,7 +151,7 @@ def test_imagenet_c_continues_and_equals_the_slow_one(sets, finetuned, model, tm
     argv = command(finetuned, sets, "imagenet_c", "--output_dir", tmp_path / "out")
     with pytest.raises(KeyboardInterrupt):
         main_finetune.main(argv)
-    results = tmp_path / "out" / "results.json"
+    results = tmp_path / "out" / "imagenet_c.json"
     assert len(json.loads(results.read_text())["parts"]) == 7
     assert (tmp_path / "out" / ".progress").read_text() == "7\n"  # what the SLURM job's script looks at
     figures = main_finetune.main(argv)
@@ -186,8 +186,13 @@ def test_user_errors(sets, finetuned, model, tmp_path, capsys):
 def test_results_of_another_model_are_not_touched(sets, finetuned, tmp_path, capsys):
     argv = command(finetuned, sets, "imagenet_c", "--output_dir", tmp_path / "out")
     main_finetune.main(argv)
-    before = (tmp_path / "out" / "results.json").read_bytes()
+    before = (tmp_path / "out" / "imagenet_c.json").read_bytes()
     other = write_checkpoint(tmp_path / "other", make_classifier(seed=1))
     argv = command(other, sets, "imagenet_c", "--output_dir", tmp_path / "out")
     assert "--output_dir" in refused(capsys, main_finetune.main, *argv)
-    assert (tmp_path / "out" / "results.json").read_bytes() == before
+    assert (tmp_path / "out" / "imagenet_c.json").read_bytes() == before
+    argv = command(finetuned, sets, "imagenet_r", "--output_dir", tmp_path / "out")
+    main_finetune.main(argv)  # of the same folder: the errors stay
+    assert (tmp_path / "out" / "imagenet_c.json").read_bytes() == before
+    argv = command(other, sets, "imagenet_r", "--output_dir", tmp_path / "out")
+    assert "--output_dir" in refused(capsys, main_finetune.main, *argv)

@@ -46,7 +46,8 @@ def test_results_of_finished_runs_stand_beside_the_published_numbers(tmp_path, c
     results = {"imagenet_c": {"imagenet_c": {"mce": 51.5}}, "imagenet_a": {"last": {"val_top1": 35.0}}}
     for name, content in results.items():
         (tuned / name).mkdir()
-        (tuned / name / "results.json").write_text(json.dumps(content))
+        file = "imagenet_c.json" if name == "imagenet_c" else "results.json"
+        (tuned / name / file).write_text(json.dumps(content))
     lines = printed(capsys, "schedules", "robustness", "--rows", "prmim*", "--collect", "--output_dir", tmp_path)
     text = "\n".join(lines)
     assert "| prmim50_vit_base_800ep | Top-1 | 83.3 | 83.25 |" in text

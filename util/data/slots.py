@@ -35,6 +35,7 @@ class Slots:
         self.memory = torch.frombuffer(mmap.mmap(-1, number * batch_bytes), dtype=torch.uint8).view(number, batch_bytes)
         self.kept = kept
         self.for_gpu = for_gpu
+        self.is_pinned = False
         self.uses: deque[torch.cuda.Event] = deque()  # the GPU passes them when it has used the batches taken before
         self.free: torch.Tensor | None = None  # in a worker: the slot of its batch, until images lie there
 
@@ -72,12 +73,14 @@ class Slots:
     def pin(self) -> None:
         """Registers the memory with the GPU, after the fork. Written without a GPU, and not tried on one yet."""
         if self.for_gpu:
+            self.is_pinned = True
             error = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0)
             torch.cuda.check_error(int(error))
 
     def unpin(self) -> None:
         """Ends what `pin` began. After an error of the GPU it does nothing."""
-        if self.for_gpu:
+        if self.is_pinned:
+            self.is_pinned = False
             torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
 
     def wait_for_gpu(self) -> None:

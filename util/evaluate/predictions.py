@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from util.data.datasets import Address
 from util.data.folders import IMG_EXTENSIONS, is_image, list_folder, list_images, note_unread
-from util.data.images import EncodedImages, ImageError, ImageFiles
+from util.data.images import EncodedImages, ImageError, ImageFiles, MissingImage, find_storage_error
 from util.data.loader import Loader
 from util.data.tars import open_tars
 from util.data.transforms import to_tensor
@@ -147,6 +147,11 @@ class PreparedImages(torch.utils.data.Dataset):
         _, i = address
         try:
             pixels, _ = self.images.load(i)
+        except MissingImage as error:
+            storage_error = find_storage_error(self.images)
+            if storage_error is not None:
+                raise storage_error from error
+            return i, error
         except ImageError as error:
             return i, error
         return i, self.prepare(to_tensor(pixels))

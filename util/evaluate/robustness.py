@@ -7,6 +7,7 @@ from typing import Any
 from util.evaluate.results import ResultsFile
 from util.text import shorten
 
+RESULTS = "imagenet_c.json"  # apart from results.json, which the next evaluation replaces
 EVAL_SETS = ("imagenet_a", "imagenet_r", "imagenet_sketch", "imagenet_c")
 RESTRICTED = ("imagenet_a", "imagenet_r")  # their authors choose predictions from the 200 classes of the set
 

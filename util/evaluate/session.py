@@ -13,7 +13,7 @@ from util.evaluate.loop import EvalContext
 from util.evaluate.results import RESULTS, Evaluation
 from util.pictures import save
 from util.run.cli import Parser
-from util.run.files.reports import write_json, write_state
+from util.run.files.reports import STATE, read_json, write_json, write_state
 from util.run.processes import distributed
 from util.run.start.errors import exit_on_setup_errors
 from util.run.start.folder import refuse_different_starts, take_folder
@@ -84,13 +84,22 @@ def evaluation_session(
         if check is not None:
             check(args)
         refuse_different_starts(parser, args)
+        state_folder: Path | None = None  # whose run.json this rank writes
         if output_dir is not None:
             output_dir = take_folder(output_dir, set_up)
-            if process.is_main:
-                write_state(output_dir, "running", program=parser.prog)
-        yield Session(process, output_dir)
-        if output_dir is not None and process.is_main:
-            write_state(output_dir, "finished")
+            is_own = read_json(output_dir / STATE).get("program", parser.prog) == parser.prog
+            if process.is_main and is_own:
+                state_folder = output_dir
+        if state_folder is not None:
+            write_state(state_folder, "running", program=parser.prog)
+        try:
+            yield Session(process, output_dir)
+        except Exception as error:
+            if state_folder is not None:
+                write_state(state_folder, "failed", why=str(error))
+            raise
+        if state_folder is not None:
+            write_state(state_folder, "finished")
         distributed.shut_down()
 
 
@@ -112,4 +121,7 @@ def session_of_eval(
         return evaluation_session(parser, args, None)
     if (Path(args.output_dir) / "settings.json").exists():
         parser.error(f"--output_dir {args.output_dir} holds a run, whose results --eval would replace: choose another")
+    before = read_json(Path(args.output_dir) / RESULTS)
+    if before and before.get("checkpoint") != args.resume:
+        parser.error(f"--output_dir {args.output_dir} holds results of {before.get('checkpoint')}: choose another")
     return evaluation_session(parser, args, args.output_dir)
