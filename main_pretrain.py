@@ -133,6 +133,13 @@ def add_method_flags(group: FlagGroup) -> None:
         at_least=0,
         help="train this many last blocks of the encoder, and the decoder; needs --pretrained (default: all)",
     )
+    method(
+        "--decoder_warmup_epochs",
+        type=int,
+        default=0,
+        at_least=0,
+        help="epochs at the start in which the encoder of --pretrained stays as it is",
+    )
     method("--mask_ratio", everyday=True, type=float, default=0.75, help="share of all tokens that are masked")
     method(
         "--throw_ratio",
@@ -240,10 +247,20 @@ def unused_flags(args: argparse.Namespace) -> dict[str, str]:
 
 
 def make_optimizer(model: Framework, args: argparse.Namespace, lr: float) -> torch.optim.Optimizer:
-    """Returns AdamW, without weight decay on biases, norms and what the model names."""
+    """Returns AdamW, without weight decay on biases, norms and what the model names.
+
+    `first_epoch` of a group: the one with which its training begins.
+    """
     groups = timm_optim.param_groups_weight_decay(
         model, args.weight_decay, no_weight_decay_list=model.no_weight_decay()
     )
+    if args.decoder_warmup_epochs:
+        encoder = set(model.encoder_parameters())
+        for group in list(groups):
+            rest = [p for p in group["params"] if p not in encoder]
+            group["params"] = [p for p in group["params"] if p in encoder]
+            groups.append({**group, "params": rest})
+            group["first_epoch"] = args.decoder_warmup_epochs
     return torch.optim.AdamW(groups, lr=lr, betas=tuple(args.betas), fused=True)
 
 
@@ -308,6 +325,8 @@ def check_flags(args: argparse.Namespace, plan: Plan, given: Set[str]) -> None:
         if args.pretrained is None:
             raise ValueError("--trainable_blocks needs --pretrained: the frozen blocks must be pre-trained")
         freeze_blocks(model, args)
+    if args.decoder_warmup_epochs and (args.pretrained is None or not hasattr(model, "encoder_parameters")):
+        raise ValueError("--decoder_warmup_epochs needs --pretrained and a ViT")
     unused = unused_flags(args)
     unused_and_given = sorted(unused.keys() & given)
     if unused_and_given:

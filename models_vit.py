@@ -269,6 +269,14 @@ class Freezable(nn.Module):
         for module in self.frozen:
             module.requires_grad_(False)
 
+    def encoder_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters that a file of an encoder holds."""
+        parameters = [*self.patch_embed.parameters(), *self.blocks.parameters(), *self.norm.parameters()]
+        for name, parameter in self.named_parameters():
+            if name.startswith(("cls_token", "pos_embed")):
+                parameters.append(parameter)
+        return parameters
+
     def train(self, mode: bool = True) -> "Freezable":
         """Sets the training mode, except for the frozen modules."""
         super().train(mode)

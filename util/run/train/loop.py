@@ -134,7 +134,10 @@ class TrainLoop:
             self.clock.restart()  # set-up and evaluation do not count
         self.has_begun = True
         for group in self.optimizer.param_groups:
-            self.set_rate(group, self.learning_rate(step, group.get("lr_scale", 1.0)))
+            rate = self.learning_rate(step, group.get("lr_scale", 1.0))
+            if step < group.get("first_epoch", 0) * self.steps_per_epoch:
+                rate = 0.0
+            self.set_rate(group, rate)
 
     def set_rate(self, group: dict[str, Any], rate: float) -> None:
         """Sets the learning rate of a parameter group. On a GPU it is a float32, as a graph can hold it."""
