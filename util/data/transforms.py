@@ -149,68 +149,6 @@ class RandomResizedCropFlip:
         return top, left, crop_height, crop_width
 
 
-class PaddedCropFlip:
-    """MFF's pre-training augmentation, drawn from the sample's address: no random scale, no random aspect ratio.
-
-    The image is resized to just cover `size`. 4 px of reflection are padded on all sides, a random window of `size` is
-    cut out, and flipped at random.
-    """
-
-    padding = 4
-
-    def __init__(
-        self,
-        size: Sides,
-        seed: int,
-        interpolation: str = "bilinear",
-        reference: bool = False,
-        hflip: bool = True,
-    ) -> None:
-        self.size = height_and_width(size)
-        self.seed = seed
-        self.interpolation = interpolation
-        self.reference = reference
-        self.hflip = hflip
-
-    def __call__(self, img: Tensor, epoch: int, index: int) -> Tensor:
-        """Crops [C, H, W] (any strides). Returns [C, *size] of the same type, contiguous."""
-        height, width = covering_size(height_and_width(img.shape[-2:]), self.size)
-        img = resize(img, (height, width), self.interpolation, self.reference)
-        top, left, flip = self.draw((height, width), epoch, index)
-        # Reads the window of the padded image through reflected indices, so that no padded image is made.
-        rows = reflected(top, self.size[0], height)
-        columns = reflected(left, self.size[1], width)
-        img = img[:, rows][:, :, columns]
-        if flip:
-            img = mirror(img)
-        return img.contiguous()
-
-    def draw(self, size: Size, epoch: int, index: int) -> tuple[int, int, bool]:
-        """Returns (top, left, flip) of the window in the resized image of `size`, in pixels, -4 at the least."""
-        u_top, u_left, u_flip = addressed_numbers(AUGMENT, self.seed, epoch, index, 3)
-        height, width = size
-        rows, columns = self.size
-        num_tops = height + 2 * self.padding - rows + 1
-        num_lefts = width + 2 * self.padding - columns + 1
-        top = int(u_top * num_tops) - self.padding
-        left = int(u_left * num_lefts) - self.padding
-        flip = self.hflip and u_flip < 0.5
-        return top, left, flip
-
-    def crop_box(self, size: Size, epoch: int, index: int) -> CropBox:
-        """Returns the window of an image of `size`, in fractions of the image. It may begin 4 px outside of it."""
-        height, width = covering_size(size, self.size)
-        top, left, flip = self.draw((height, width), epoch, index)
-        return CropBox(top / height, left / width, self.size[0] / height, self.size[1] / width, flip)
-
-
-def reflected(first: int, count: int, length: int) -> Tensor:
-    """Returns indices first .. first + count - 1 of an axis with reflection padding. The border is not repeated."""
-    indices = torch.arange(first, first + count).abs()
-    last = length - 1
-    return last - (last - indices).abs()
-
-
 def to_picture(img: Tensor) -> Image.Image:
     """Returns uint8 [3, H, W] as an image of Pillow."""
     return Image.fromarray(img.permute(1, 2, 0).numpy())

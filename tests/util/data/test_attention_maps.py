@@ -12,7 +12,8 @@ from tests.conftest import write_photo
 from util.data.attention_maps import AttentionMaps, Squash, maps_path, write_maps
 from util.data.datasets import AddressedDataset
 from util.data.images import FolderImages
-from util.data.transforms import CropBox, PaddedCropFlip, RandomResizedCropFlip
+from util.data.padded_crop import PaddedCropFlip
+from util.data.transforms import CropBox, RandomResizedCropFlip
 
 SIZES = [(60, 36), (37, 80), (48, 48), (33, 200)]  # of images; the last one has few boxes that fit
 

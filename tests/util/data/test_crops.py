@@ -12,12 +12,11 @@ from torch.nn import functional as F
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 
 from util.data.finetune_augment import FinetuneAugment
+from util.data.padded_crop import PaddedCropFlip, reflected
 from util.data.transforms import (
-    PaddedCropFlip,
     RandomResizedCropFlip,
     RandomVerticalFlip,
     ResizeCenterCrop,
-    reflected,
     resize,
 )
 

@@ -17,9 +17,10 @@ from util.data.datasets import AddressedDataset
 from util.data.images import FolderImages, ImageError
 from util.data.loader import Loader
 from util.data.open import open_images
+from util.data.padded_crop import PaddedCropFlip
 from util.data.pixel_format import RGB8, FormatError, PixelFormat, read_header
 from util.data.statistics import choose_statistics, measure_statistics
-from util.data.transforms import Normalize, PaddedCropFlip, RandomResizedCropFlip, ResizeCenterCrop, resize
+from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop, resize
 from util.run.files.checkpoint import read_info
 from util.run.files.record import CheckpointInfo
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from util.data.datasets import AddressedDataset, StepBatchSampler, steps_per_epoch
 from util.data.loader import Loader
-from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip, with_vflip
+from util.data.transforms import RandomResizedCropFlip, with_vflip
 from util.run.processes.distributed import Process
 from util.run.start.plan import Plan
 
@@ -75,5 +75,7 @@ def make_augmentation(args: argparse.Namespace, img_size: Sequence[int]) -> Call
     }
     crop: Callable = RandomResizedCropFlip(img_size, args.seed, args.crop_scale, **options)
     if args.crop == "padded":
+        from util.data.padded_crop import PaddedCropFlip
+
         crop = PaddedCropFlip(img_size, args.seed, **options)
     return with_vflip(crop, args.vflip, args.seed)
