@@ -240,7 +240,7 @@ def losses_of_reports(folder):
     ],
 )
 def test_user_errors(photos, pretrained, tmp_path, capsys, flags, code, named):
-    words = flags.format(run=pretrained).split()
+    words = [word.format(run=pretrained) for word in flags.split()]
     assert named in pretrain.refused(capsys, photos, tmp_path / "out", *words, code=code)
 
 
