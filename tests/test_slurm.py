@@ -123,6 +123,10 @@ class Run:
         return "\n".join([self.state() if self.job else "no job", self.text()[-1000:], *logs])
 
 
+def nodes_by_slurm():
+    return subprocess.run(["sinfo", "-h", "-N", "-o", "%t"], capture_output=True, text=True).stdout
+
+
 def shown_by_slurm(job):
     return subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=True).stdout
 
@@ -332,6 +336,7 @@ def test_a_failing_storage_makes_a_job_wait_in_the_queue(slurm, photos, tmp_path
     begin = datetime.fromisoformat(times["EligibleTime"])
     assert 290 <= (begin - datetime.fromisoformat(times["SubmitTime"])).total_seconds() <= 310
     main.write_text(real)
+    wait_until(lambda: set(nodes_by_slurm().split()) == {"idle"}, nodes_by_slurm)  # the first start has left its nodes
     subprocess.run(["scontrol", "update", f"jobid={run.job}", "starttime=now"], check=True)
     run.wait_for_the_end()
 
