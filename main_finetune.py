@@ -13,7 +13,6 @@ The same command again resumes the run at the step of its newest good checkpoint
 import argparse
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,26 +20,21 @@ from torch import nn
 
 from encoders.classifiers import MODELS, NAMES, build_classifier, plain_size
 from encoders.load import load_encoder, read_traits
-from encoders.trained import Trained, load, note_on_view
 from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
-from util import collectives
 from util.data.datasets import AddressedDataset, stack
 from util.data.finetune_augment import FinetuneAugment
-from util.data.images import FolderImages, check_classes, match_splits, note_on_small_images
+from util.data.images import check_classes, match_splits, note_on_small_images
 from util.data.open import open_everywhere
 from util.data.pixel_format import RGB8, PixelFormat
-from util.data.statistics import Statistics, normalizer
+from util.data.statistics import Statistics
 from util.data.transforms import RandomResizedCropFlip, ResizeCenterCrop, with_vflip
 from util.evaluate import robustness
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.loop import EvalContext
 from util.evaluate.results import Evaluation, accuracy_text
-from util.evaluate.session import Session, session_of_eval
 from util.lazy import LazyModule
 from util.run.cli import FlagGroup, Parser, run_program
-from util.run.files.record import INVALID_SETTINGS, without_marks
-from util.run.processes.distributed import precision
 from util.run.start.flags import (
     add_all_valid_flag,
     add_data_flags,
@@ -51,8 +45,7 @@ from util.run.start.flags import (
     add_repeat_flag,
     add_run_flags,
 )
-from util.run.start.plan import Plan, check_repeats, check_same, schedule_by_epochs
-from util.run.start.resume import find_encoder
+from util.run.start.plan import Plan, check_repeats, schedule_by_epochs
 from util.run.start.run import Run, RunFacts
 from util.run.train.loader import TrainLoader
 from util.run.train.training import Training
@@ -410,15 +403,14 @@ def describe_scores(scores: Mapping[str, Any]) -> str:
     return f"{accuracy_text(scores)} on {count_of(int(scores['num_images']), 'image')}"
 
 
-def evaluate_model(model: nn.Module, images: Any, view: ResizeCenterCrop, context: EvalContext) -> Evaluation:
-    """Evaluates a model on all ranks."""
-    return Evaluation(evaluate_images(model, images, view, context))
-
-
 def make_evaluator(training: Training, model: nn.Module, images: Any) -> Evaluator:
     """Returns the evaluation of a training on `images`."""
     view = ResizeCenterCrop(model.img_size, training.args.crop_pct, training.args.loader == "reference")
-    return Evaluator(training, partial(evaluate_model, model, images, view), describe_scores, best_by="top1")
+
+    def evaluate(context: EvalContext) -> Evaluation:
+        return Evaluation(evaluate_images(model, images, view, context))
+
+    return Evaluator(training, evaluate, describe_scores, best_by="top1")
 
 
 def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
@@ -426,8 +418,9 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
     parser, args = parse_args(argv)
     given = set(parser.given)
     if args.eval:
-        with session_of_eval(parser, args, given, "this program, of MAE or of timm") as session:
-            return evaluate_only(args, given, session)
+        from eval_finetune import evaluate_at_resume
+
+        return evaluate_at_resume(parser, args)
     largest = 512 if args.trainable_blocks == 0 else 64  # a probe's BatchNorm sees 512 images in MAE's protocol
     with Run.begin(
         PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune", default_batch_size=largest
@@ -470,107 +463,6 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         augment_batch = make_batch_augmentation(args, len(classes), run.process.device)
         train_steps = partial(train_one_epoch, augment=augment_batch)
         return training.train(train_steps, loader.open, [evaluator], lambda: evaluator.summary(args.model))
-
-
-def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, float]:
-    """Evaluates the classifier at --resume on --eval_split and returns the result.
-
-    given: flags that were set explicitly.
-    """
-    classifier = load(args.resume, "classification")
-    settings = dict(classifier.settings)
-    for name in ("crop_pct", "mean", "std"):
-        if getattr(args, name) is not None:
-            settings[name] = getattr(args, name)
-    if args.all_valid:
-        settings = without_marks(settings)
-    names = given.intersection(("model", "input_size", "patch_size", "in_chans", "nb_classes", "global_pool"))
-    check_same(args, settings, names, f"the classifier at {args.resume!r}")
-    if args.eval_set is not None:
-        return evaluate_set(args, classifier, settings, session)
-    view = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], args.loader == "reference")
-    for name in given.intersection(INVALID_SETTINGS):
-        settings[name] = getattr(args, name)
-    images = open_everywhere(args, args.eval_split, labelled=True, pixel_settings=settings)
-    context = session.make_context(args, normalizer(settings, images.pixel_format), args.batch_size or 64)
-    info = classifier.weights.info
-    if info.classes:
-        images.use_classes(info.classes, "the checkpoint")
-    elif len(images.classes) != settings["nb_classes"]:
-        raise ValueError(
-            f"the head of {args.resume!r} has {settings['nb_classes']} classes, the data {len(images.classes)}"
-        )
-    result = evaluate_model(classifier.model.to(context.device), images, view, context)
-    session.print(*images.notes, *note_on_view(settings, args.resume))
-    scores = result.scores
-    where = f"{count_of(len(images), 'image')} in {images.root}"
-    session.finish(
-        result._replace(details={"data": str(images.root)}),
-        f"{accuracy_text(scores, digits=3)}, loss {scores['loss']:.4f} on {where}",
-        args.resume,
-        info.step,
-    )
-    return scores
-
-
-def evaluate_set(
-    args: argparse.Namespace, classifier: Trained, settings: Mapping[str, Any], session: Session
-) -> dict[str, float]:
-    """Evaluates a classifier of ImageNet on the test set --eval_set at --data_path and returns the result.
-
-    settings: those of the classifier, with the values of flags.
-    """
-    wnids = classifier.weights.info.classes or robustness.imagenet_wnids()
-    if settings["nb_classes"] != len(wnids) or settings["in_chans"] != RGB8.channels:
-        raise ValueError(f"--eval_set {args.eval_set} needs a classifier of ImageNet, and {args.resume!r} is none")
-    folders = collectives.run_on_rank0(lambda: robustness.find_folders(args.eval_set, args.data_path))
-    crop_pct = settings["crop_pct"]
-    if args.eval_set == "imagenet_c":  # whose images are cropped already: resizing would blur what is measured
-        crop_pct = 1.0
-    view = ResizeCenterCrop(settings["input_size"], crop_pct, args.loader == "reference")
-    context = session.make_context(args, normalizer(settings, RGB8), args.batch_size or 64)
-    model = classifier.model.to(context.device)
-
-    def score(folder: Path) -> dict[str, float]:
-        images = FolderImages(folder, labelled=True, use_pillow=args.loader == "reference")
-        columns = robustness.find_columns(args.eval_set, images.classes, wnids)
-        return evaluate_images(model, images, view, context, columns)
-
-    session.print(*note_on_view(settings, args.resume))
-    if args.eval_set != "imagenet_c":
-        scores = score(folders[args.eval_set])
-        line = f"{args.eval_set}: {describe_scores(scores)}"
-        session.finish(Evaluation(scores), line, args.resume, classifier.weights.info.step)
-        return scores
-    return evaluate_corruptions(args, settings, session, folders, score)
-
-
-def evaluate_corruptions(
-    args: argparse.Namespace,
-    settings: Mapping[str, Any],
-    session: Session,
-    folders: Mapping[str, Path],
-    score: Callable[[Path], dict[str, float]],
-) -> dict[str, float]:
-    """Evaluates a classifier on the folders of ImageNet-C, with `score`. Each result is saved, and none is repeated."""
-    if session.output_dir is None:
-        raise ValueError("--eval_set imagenet_c takes hours and continues after a stop: give --output_dir")
-    weights = collectives.run_on_rank0(lambda: find_encoder(args.resume, False, "resume"))
-    assert weights is not None
-    protocol = {name: settings.get(name) for name in ("input_size", "mean", "std")}
-    protocol["precision"] = precision(args.precision, session.process.device).name
-    protocol["loader"] = args.loader
-    protocol["data_path"] = str(Path(args.data_path).resolve())
-    results = robustness.open_results(session.output_dir / robustness.RESULTS, weights.path, weights.sha256, protocol)
-    for name in results.missing(folders):
-        results.add(name, score(folders[name]))
-        session.print(f"{name}: {accuracy_text(results.parts[name])}")
-    figures = robustness.summarise(results.parts)
-    for corruption, error in figures["ce"].items():
-        session.print(f"{corruption:<18} CE {error:.2f} %, error {figures['errors'][corruption]:.2f} %")
-    session.print(f"mCE {figures['mce']:.2f} % (AlexNet's is 100), mean error {figures['mean_error']:.2f} %")
-    session.print(f"all scores: {results.path}")
-    return figures
 
 
 if __name__ == "__main__":

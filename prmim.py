@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from models_vit import Block, init_weights, layer_norm
-from peer_sampling import attention_sampling, check_num_retained, random_sampling, running_cell_sampling
 from util.addressed import MASK, addressed_uniform
+from util.peer_sampling import attention_sampling, check_num_retained, random_sampling, running_cell_sampling
 from util.pos_embed import height_and_width, position_table, sincos_pos_embed, table_for_grid
 from util.tokens import RETAINED, THROWN, VISIBLE, put_tokens, take_tokens
 

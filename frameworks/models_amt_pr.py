@@ -24,7 +24,6 @@ from framework import Framework
 from frameworks.models_simmim_pr import SimMIMOnViT, rename_release
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import BASE, MICRO, MINI
-from peer_sampling import weighted_permutation
 from prmim import (
     MaskCollator,
     Method,
@@ -33,6 +32,7 @@ from prmim import (
     TokenOrderSampler,
     sort_by_state,
 )
+from util.peer_sampling import weighted_permutation
 from util.tokens import RETAINED, THROWN, VISIBLE
 
 __all__ = [

@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+import eval_finetune
 import main_finetune
 from models_vit import vit_mini_patch4
 from tests.runs import refused
@@ -138,7 +139,7 @@ def test_a_checkpoint_without_names_has_imagenet_s_classes(sets, finetuned, mode
 
 def test_imagenet_c_continues_and_equals_the_slow_one(sets, finetuned, model, tmp_path, monkeypatch):
     """It is not resized: at the model's own size its view gives the file's bytes. A kill costs no finished folder."""
-    score = main_finetune.evaluate_images
+    score = eval_finetune.evaluate_images
     scored = []
 
     def counting(model, images, *args):
@@ -147,7 +148,7 @@ def test_imagenet_c_continues_and_equals_the_slow_one(sets, finetuned, model, tm
             raise KeyboardInterrupt
         return score(model, images, *args)
 
-    monkeypatch.setattr(main_finetune, "evaluate_images", counting)
+    monkeypatch.setattr(eval_finetune, "evaluate_images", counting)
     argv = command(finetuned, sets, "imagenet_c", "--output_dir", tmp_path / "out")
     with pytest.raises(KeyboardInterrupt):
         main_finetune.main(argv)

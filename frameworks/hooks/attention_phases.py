@@ -20,13 +20,13 @@ import torch.distributed as dist
 
 from framework import Framework, ValidTokenCollator
 from frameworks.models_amt_pr import AMTMasking, AMTOrderSampler
-from peer_sampling import attention_sampling
 from prmim import TokenOrderSampler
 from util.atomic import replaced_file
 from util.collectives import all_reduce_sum, rank_and_world_size, run_everywhere, run_on_rank0
 from util.data.attention_maps import CROPS, AttentionMaps, Squash, maps_path, write_maps
 from util.data.datasets import AddressedDataset, stack
 from util.data.loader import Loader
+from util.peer_sampling import attention_sampling
 from util.run.cli import FlagGroup
 from util.run.train.loader import TrainLoader
 from util.run.train.loop import TrainLoop

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from peer_sampling import attention_sampling, running_cell_sampling, weighted_permutation
 from prmim import SAMPLING, TokenCounts, TokenOrderSampler, addressed_noise
 from tests.orders import draw_order
+from util.peer_sampling import attention_sampling, running_cell_sampling, weighted_permutation
 
 
 def shuffled_lists(side, num_masked, batch):
