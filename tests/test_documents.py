@@ -261,11 +261,11 @@ def test_the_map_of_the_code_names_every_module() -> None:
     assert [name for name in sorted(files) if f"`{name}`" not in table] == []
 
 
-def test_the_names_of_the_map_are_in_the_files_of_their_rows() -> None:
-    """A file is named from the root, or from a folder of its row. A name is defined in one of its row's files."""
+def test_the_names_of_the_map_are_in_the_files_of_their_items() -> None:
+    """A file is named from the root, or from a folder of its item. A name is defined in one of its item's files."""
     missing = []
-    for row in re.findall(r"^\|.*\|$", (ROOT / "docs" / "map.md").read_text(), re.MULTILINE):
-        spans = SPAN.findall(row)
+    for item in re.findall(r"^(?:-|\d+\.) .*(?:\n .*)*", (ROOT / "docs" / "map.md").read_text(), re.MULTILINE):
+        spans = SPAN.findall(item)
         folders = [ROOT, *(ROOT / span for span in spans if span.endswith("/"))]
         code = ""
         names = []
