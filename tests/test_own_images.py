@@ -22,6 +22,7 @@ SMALL = {  # what is appended to the commands; later flags win
     "scripts/visualize.py": "--rows 2",
     "downstream/probe/main_probe.py": CPU,
     "main_finetune.py": SHORT,
+    "scripts/predict.py": CPU,
     "scripts/export.py": "",
 }
 
