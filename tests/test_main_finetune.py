@@ -346,7 +346,7 @@ def finetune_in_two_processes(*words):
     assert code == 0, out[-3000:]
 
 
-@pytest.mark.parametrize("flags", [(), ("--trainable_blocks", 2)])
+@pytest.mark.parametrize("flags", [(), ("--trainable_blocks", 2), ("--repeat_aug", 2)])
 def test_two_processes_train_and_count_as_one(labelled, pretrained, tmp_path, flags):
     """Seven validation images on two processes; training losses of the one-process run."""
     flags = (*PLAIN, "--print_freq", 5, "--finetune", pretrained, *flags)

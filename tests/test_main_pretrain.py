@@ -308,9 +308,11 @@ def test_the_attention_kernel_is_a_run_s_choice(photos, tmp_path, monkeypatch):
     assert chosen == ["short", "auto"]
 
 
-def test_torchrun_with_two_processes_is_the_one_process_run(photos, tmp_path):
+@pytest.mark.parametrize("flags", [(), ("--repeat_aug", 2)])
+def test_torchrun_with_two_processes_is_the_one_process_run(photos, tmp_path, flags):
     """The same global batches, the same losses, one writer; resumed at the exact step."""
-    command = pretrain.command(photos, tmp_path / "two", "--batch_size", 4, "--print_freq", 5)
+    flags = ("--print_freq", 5, *flags)
+    command = pretrain.command(photos, tmp_path / "two", "--batch_size", 4, "--num_workers", 2, *flags)
     code, out = run_by_torchrun("main_pretrain.py", *command, "--max_steps", 4)
     assert code == 0, out[-3000:]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -320,7 +322,7 @@ def test_torchrun_with_two_processes_is_the_one_process_run(photos, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "8 = 4 x 2 processes x 1 accumulated" in done.stdout
     assert "at step 4" in done.stdout
-    pretrain(photos, tmp_path / "one", "--print_freq", 5)
+    pretrain(photos, tmp_path / "one", *flags)
     ours = reports(tmp_path / "two")
     assert [report["step"] for report in ours] == [3, 5, 6]  # the report of step 5 spans the stop after step 4
     for two, one in zip(ours, reports(tmp_path / "one"), strict=True):

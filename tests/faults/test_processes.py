@@ -245,22 +245,28 @@ def test_two_signals(photos, tmp_path, undisturbed):
     assert lost_in(tmp_path / "out") == [0]
 
 
-@pytest.mark.parametrize("fault", ["", *(pytest.param(name, marks=pytest.mark.long) for name in IN_SAVE)])
+@pytest.mark.parametrize("fault", ["", "repeats", *(pytest.param(name, marks=pytest.mark.long) for name in IN_SAVE)])
 def test_everything_is_killed(photos, tmp_path, alone, fault):
-    """In one process, which is enough for a save; with a fault, at the save of step 10."""
+    """In one process, which is enough for a save; with a fault, at the save of step 10, or in a group of two epochs."""
     folder = tmp_path / "out"
-    if fault:
-        finish(photos, folder, *SAVE, fault=(fault, 9, 0, tmp_path / "mark"), processes=1, code=-9)
+    flags = SAVE
+    whole = alone
+    if fault == "repeats":
+        flags = (*SAVE, "--repeat_aug", 2, "--num_workers", 2)
+        whole = tmp_path / "whole"
+        finish(photos, whole, *flags, processes=1)
+    if fault in IN_SAVE:
+        finish(photos, folder, *flags, fault=(fault, 9, 0, tmp_path / "mark"), processes=1, code=-9)
     else:
-        process = start(photos, folder, *SAVE, processes=1, fault=HOLD)
+        process = start(photos, folder, *flags, processes=1, fault=HOLD)
         wait_for_step(folder, 12, process)
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-    finish(photos, folder, *SAVE, processes=1)
-    assert_as(alone, folder)
+    finish(photos, folder, *flags, processes=1)
+    assert_as(whole, folder)
     (lost,) = lost_in(folder)
     assert lost <= LOST
-    if fault:
+    if fault in IN_SAVE:
         resumed_at = 5 if fault in BEFORE_RENAME else 10
         assert f"at step {resumed_at}" in (folder / "log.txt").read_text()
     assert not list(folder.glob(".checkpoint*"))
