@@ -7,6 +7,7 @@ makes the batches of a pre-training by PR-MIM. The rows are measured in turn, af
 once. Others who are busy on the machine hardly change CPU time; medians of the rounds are printed.
 """
 
+import multiprocessing
 import os
 import statistics
 import sys
@@ -53,7 +54,7 @@ def measure(data_path: str, repeats: int, batch_size: int, num_batches: int) -> 
     with closing(Loader(dataset, sampler, collate, num_workers=1, for_gpu=False, batch_bytes=size, kept=3)) as batches:
         for _ in range(WARM):
             next(batches)
-        (worker,) = batches.workers
+        (worker,) = multiprocessing.active_children()
         before = seconds_at_rest(worker.pid or 0)
         own = 0.0
         for _ in range(num_batches):

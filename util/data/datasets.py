@@ -1,5 +1,6 @@
 """The data set `dataset[(epoch, index)]`, and the sampler of its addresses."""
 
+import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -41,7 +42,7 @@ class AddressedDataset(torch.utils.data.Dataset):
         self.with_boxes = with_boxes
         self.bad: torch.Tensor | None = None
         if replace:
-            self.bad = torch.zeros(len(images), dtype=torch.uint8).share_memory_()
+            self.bad = torch.frombuffer(mmap.mmap(-1, len(images)), dtype=torch.uint8)
 
     def __len__(self) -> int:
         return len(self.images)

@@ -1,14 +1,11 @@
 """The loader of batches, and the memory in which they wait.
 
-A worker that dies, a full /dev/shm and a failing storage end the process with exit code 75. The same command goes on.
+A worker that dies and a failing storage end the process with exit code 75. The same command goes on.
 """
 
 import multiprocessing
 import os
-import shutil
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -18,18 +15,12 @@ from util.data.datasets import Address, AddressedDataset, Sample, StepBatchSampl
 from util.data.slots import Batches, Slots
 from util.data.workers import begin_beside_gpu, ignore_in_worker, kill_at_exit
 
-SHARED_MEMORY = "/dev/shm"
 PREFETCHED_BYTES = 2**32  # in batches that wait for one process
 MAX_AHEAD = 4  # batches per worker
-ENLARGE = "give the container more shared memory (docker run --shm-size)"
 
 
 class LoaderError(OSError):
     """The storage or a worker of this process has failed, while all images may be good."""
-
-
-class TooLittleMemory(ValueError):
-    """Shared memory has no space for the batches of the workers. The message says what to change."""
 
 
 class Loader:
@@ -49,16 +40,12 @@ class Loader:
         batch_bytes: int = 0,
         kept: int | None = None,
     ) -> None:
-        """All ranks must make their loaders together.
+        """addresses: of each batch. for_gpu: batches lie in pinned memory, and workers have a low priority.
 
-        addresses: of each batch. for_gpu: batches lie in pinned memory, and workers have a low priority. batch_bytes:
-        size of the images of one batch; 0 if unknown. kept: the images of a batch last until this many more batches are
-        asked for, because workers use their memory again, which is faster; None: they stay. TooLittleMemory on all
-        ranks if one batch of each worker does not fit into shared memory.
+        batch_bytes: size of the images of one batch; 0 if unknown. kept: the images of a batch last until this many
+        more batches are asked for, because workers use their memory again, which is faster; None: they stay.
         """
-        collectives.run_everywhere(lambda: check_space(batch_bytes, num_workers, len(addresses)))
         self.num_workers = num_workers
-        self.workers: set[BaseProcess] = set()
         self.stream: Iterator[Any] | None = None
         self.slots: Slots | None = None
         ahead = None
@@ -115,22 +102,14 @@ class Loader:
         others = set(multiprocessing.active_children())
         collectives.settle_threads()
         stream = iter(self.source)
-        self.workers = set(multiprocessing.active_children()) - others
-        kill_at_exit(self.workers)
+        kill_at_exit(set(multiprocessing.active_children()) - others)
         if self.slots is not None:
             self.slots.pin()
         return stream
 
     def _find_reason(self, error: Exception) -> str | None:
-        """Returns what has failed: shared memory, a worker or the storage. None for an error of the code."""
+        """Returns what has failed: a worker or the storage. None for an error of the code."""
         text = str(error)
-        # torch reserves the memory of a tensor, or the kernel kills the worker by SIGBUS.
-        is_full = "shared memory(shm)" in text
-        for worker in self.workers:
-            if worker.exitcode == -signal.SIGBUS:
-                is_full = True
-        if is_full:
-            return f"a DataLoader worker found no space in {SHARED_MEMORY}: {ENLARGE}, or fewer --num_workers"
         # An exception that was raised inside a worker has the worker's traceback in its text.
         if "in pin memory thread" in text:  # it is the first to meet an error of the GPU
             return None
@@ -143,43 +122,19 @@ class Loader:
         return None
 
 
-# ------------------------------------------------------------------------------------------------------ shared memory
-
-
-def free_bytes() -> float:
-    """Returns the free space of /dev/shm; infinity where there is none, as on macOS."""
-    if not os.path.isdir(SHARED_MEMORY):
-        return float("inf")
-    return shutil.disk_usage(SHARED_MEMORY).free
-
-
-def processes_on_node() -> int:
-    """Returns how many processes of the run share this node's memory."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+def memory_bytes() -> float:
+    """Returns this process's share of the memory of its node."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def batches_ahead(batch_bytes: int, num_workers: int) -> int:
     """Returns how many batches each worker prepares ahead: 1 to MAX_AHEAD.
 
-    Together they take about PREFETCHED_BYTES at most, and this process's share of half the free shared memory. The
-    other half is for an evaluation. batch_bytes: of one batch; 0 if unknown.
+    Together they take about PREFETCHED_BYTES at most, and a quarter of this process's memory. batch_bytes: of one
+    batch; 0 if unknown.
     """
     if batch_bytes == 0:
         return MAX_AHEAD
-    budget = min(PREFETCHED_BYTES, free_bytes() / processes_on_node() / 2)
+    budget = min(PREFETCHED_BYTES, memory_bytes() / 4)
     affordable = int(budget / (batch_bytes * num_workers))
     return max(1, min(MAX_AHEAD, affordable))
-
-
-def check_space(batch_bytes: int, num_workers: int, num_batches: int) -> None:
-    """TooLittleMemory if one batch of each worker of all processes on this node does not fit into shared memory."""
-    processes = processes_on_node()
-    free = free_bytes()
-    needed = processes * min(num_workers, num_batches) * batch_bytes
-    if needed <= free:
-        return
-    fitting = int(free / (processes * batch_bytes))
-    raise TooLittleMemory(
-        f"{SHARED_MEMORY} has {free / 1e6:.1f} MB free, but one batch of each worker takes {needed / 1e6:.1f} MB: "
-        f"{ENLARGE}, or --num_workers {fitting}"
-    )

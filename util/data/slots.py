@@ -2,12 +2,35 @@
 
 import math
 import mmap
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+from torch.utils._pytree import tree_map
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+
+def shared(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Returns a new tensor that other processes can map. On Linux it takes no space in /dev/shm, which may be small."""
+    size = math.prod(shape) * dtype.itemsize
+    if size == 0:  # nothing to map
+        return torch.empty(*shape, dtype=dtype)
+    if not hasattr(os, "memfd_create"):  # macOS
+        return torch.empty(*shape, dtype=dtype).share_memory_()
+    descriptor = os.memfd_create("batch")
+    try:
+        os.ftruncate(descriptor, size)
+        storage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, size)  # with a descriptor of its own
+    finally:
+        os.close(descriptor)
+    return torch.empty(0, dtype=dtype).set_(storage).view(*shape)
+
+
+def stack_shared(tensors: Sequence[torch.Tensor], **_: Any) -> torch.Tensor:
+    """Stacks tensors in a worker, for `default_collate`."""
+    return torch.stack(list(tensors), out=shared((len(tensors), *tensors[0].shape), tensors[0].dtype))
 
 
 class InSlot(NamedTuple):
@@ -23,8 +46,8 @@ class Slots:
     """Memory that workers and trainer share, in which the images of a batch are written over those of an older one.
 
     New memory is zeroed by the kernel and mapped by both processes, for every batch. The slots are mapped once, before
-    the workers are forked, and need no space in /dev/shm. Batch n lies in slot n % (number of slots). A worker gets it
-    to do when batch n - `ahead` is taken, so there is no queue of free slots, and no lock that a killed worker holds.
+    the workers are forked. Batch n lies in slot n % (number of slots). A worker gets it to do when batch n - `ahead` is
+    taken, so there is no queue of free slots, and no lock that a killed worker holds.
 
     ahead: batches that are begun and not taken. kept: the trainer must have used a batch when it asks for the one that
     comes `kept` later; for a GPU this waits until it has. for_gpu: the memory is pinned.
@@ -50,7 +73,7 @@ class Slots:
         size = math.prod(shape) * dtype.itemsize
         slot = self.free
         if slot is None or size > len(slot):
-            return collate_tensor_fn(tensors, **others)
+            return stack_shared(tensors)
         self.free = None
         return torch.stack(tensors, out=slot[:size].view(dtype).view(shape))
 
@@ -97,8 +120,8 @@ class Slots:
 class Batches(torch.utils.data.Dataset):
     """The batches of a data set: `batches[(number, addresses)]`. In a worker, their tensors lie in shared memory.
 
-    Otherwise a thread of the worker would move them. If it then found no space, the batch would be lost, and the
-    trainer would wait for it without end.
+    Otherwise a thread of the worker would move them to /dev/shm. If it found no space there, the batch would be lost,
+    and the trainer would wait for it without end.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Sequence[Any]], Any], slots: Slots | None) -> None:
@@ -108,6 +131,9 @@ class Batches(torch.utils.data.Dataset):
 
     def __getitem__(self, numbered: tuple[int, Sequence[Any]]) -> Any:
         number, addresses = numbered
+        is_in_worker = torch.utils.data.get_worker_info() is not None
+        if is_in_worker:
+            default_collate_fn_map[torch.Tensor] = stack_shared
         if self.slots is not None:
             self.slots.begin(number)
         if hasattr(self.dataset, "__getitems__"):
@@ -115,12 +141,11 @@ class Batches(torch.utils.data.Dataset):
         else:
             samples = [self.dataset[address] for address in addresses]
         batch = self.collate(samples)
-        if torch.utils.data.get_worker_info() is None:
-            return batch
-        shared = []
-        for part in batch:
-            if torch.is_tensor(part):
-                place = None if self.slots is None else self.slots.describe(part)
-                part = place or part.share_memory_()
-            shared.append(part)
-        return shared
+        return tree_map(self.share, batch) if is_in_worker else batch
+
+    def share(self, part: Any) -> Any:
+        """Returns a part of a batch for the trainer: where it lies in the slots, or a tensor in shared memory."""
+        if not torch.is_tensor(part) or part.is_shared():
+            return part
+        place = None if self.slots is None else self.slots.describe(part)
+        return place or shared(part.shape, part.dtype).copy_(part)

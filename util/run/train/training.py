@@ -20,7 +20,6 @@ from util import collectives
 from util.data.bad_images import BadImages
 from util.data.datasets import AddressedDataset
 from util.data.images import ImageError
-from util.data.loader import TooLittleMemory
 from util.data.open import data_hint
 from util.data.transforms import Normalize
 from util.data.workers import kill_workers
@@ -310,7 +309,7 @@ def end_after_signal(loop: TrainLoop) -> None:
 
 
 def refuse_training_error(parser: Parser, error: Exception, saver: CheckpointSaver, batch_size: int) -> NoReturn:
-    """Ends a training run after unreadable data, values that are not finite, an I/O error, or too little memory.
+    """Ends a training run after unreadable data, values that are not finite, or an I/O error.
 
     Other errors are bugs and are raised. Rank 0 writes its error to log and run.json. The other ranks may hang in a
     collective, so the process group is left as it is. batch_size: of a micro-batch.
@@ -321,7 +320,7 @@ def refuse_training_error(parser: Parser, error: Exception, saver: CheckpointSav
         images = count_of(batch_size, "image")
         reason = f"{reason.partition('. ')[0]}, in micro-batches of {images}: lower --batch_size, or --recompute"
         error = ValueError(reason)
-    elif not isinstance(error, (ImageError, FloatingPointError, TooLittleMemory, OSError)):
+    elif not isinstance(error, (ImageError, FloatingPointError, OSError)):
         reason = f"{type(error).__name__}: {reason}"
         is_bug = True
     if saver.start.process.is_main:
