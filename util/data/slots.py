@@ -15,22 +15,18 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 def shared(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Returns a new tensor that other processes can map. On Linux it takes no space in /dev/shm, which may be small."""
     size = math.prod(shape) * dtype.itemsize
-    if size == 0:  # nothing to map
-        return torch.empty(*shape, dtype=dtype)
-    if not hasattr(os, "memfd_create"):  # macOS
-        return torch.empty(*shape, dtype=dtype).share_memory_()
-    descriptor = os.memfd_create("batch")
-    try:
-        os.ftruncate(descriptor, size)
-        storage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, size)  # with a descriptor of its own
-    finally:
-        os.close(descriptor)
-    return torch.empty(0, dtype=dtype).set_(storage).view(*shape)
+    if size == 0 or not hasattr(os, "memfd_create"):  # macOS
+        return torch.empty(shape, dtype=dtype).share_memory_()
+    with os.fdopen(os.memfd_create("batch"), "wb") as file:
+        file.truncate(size)
+        storage = torch.UntypedStorage._new_shared_fd_cpu(file.fileno(), size)  # with a descriptor of its own
+    return torch.empty(0, dtype=dtype).set_(storage).view(shape)
 
 
 def stack_shared(tensors: Sequence[torch.Tensor], **_: Any) -> torch.Tensor:
     """Stacks tensors in a worker, for `default_collate`."""
-    return torch.stack(list(tensors), out=shared((len(tensors), *tensors[0].shape), tensors[0].dtype))
+    out = shared((len(tensors), *tensors[0].shape), tensors[0].dtype)
+    return torch.stack(list(tensors), out=out)
 
 
 class InSlot(NamedTuple):
