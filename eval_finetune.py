@@ -41,8 +41,15 @@ def evaluate_at_resume(parser: Parser, args: argparse.Namespace) -> dict[str, fl
 def settings_of_eval(args: argparse.Namespace, given: set[str], classifier: Trained) -> dict[str, Any]:
     """Returns the classifier's settings, with the values of flags in place of its own.
 
-    given: flags that were set explicitly. ValueError if one of them contradicts the model.
+    given: flags that were set explicitly. ValueError if one of them contradicts the model or has no effect.
     """
+    unused = set()
+    if args.eval_set is not None:
+        unused = {"eval_split", *INVALID_SETTINGS}
+    if args.eval_set == "imagenet_c":  # whose images are cropped already: resizing would blur what is measured
+        unused.add("crop_pct")
+    for name in sorted(unused & given):
+        raise ValueError(f"--{name} has no effect, because of --eval_set {args.eval_set}: leave it out")
     settings = dict(classifier.settings)
     for name in ("crop_pct", "mean", "std"):
         if getattr(args, name) is not None:
@@ -51,6 +58,8 @@ def settings_of_eval(args: argparse.Namespace, given: set[str], classifier: Trai
         settings = without_marks(settings)
     for name in given.intersection(INVALID_SETTINGS):
         settings[name] = getattr(args, name)
+    if args.eval_set == "imagenet_c":
+        settings["crop_pct"] = 1.0
     check_same(args, settings, given.intersection(MODEL_FLAGS), f"the classifier at {args.resume!r}")
     return settings
 
@@ -85,10 +94,7 @@ def evaluate_set(
     if settings["nb_classes"] != len(wnids) or settings["in_chans"] != RGB8.channels:
         raise ValueError(f"--eval_set {args.eval_set} needs a classifier of ImageNet, and {args.resume!r} is none")
     folders = collectives.run_on_rank0(lambda: robustness.find_folders(args.eval_set, args.data_path))
-    crop_pct = settings["crop_pct"]
-    if args.eval_set == "imagenet_c":  # whose images are cropped already: resizing would blur what is measured
-        crop_pct = 1.0
-    view = ResizeCenterCrop(settings["input_size"], crop_pct, args.loader == "reference")
+    view = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], args.loader == "reference")
     context = session.make_context(args, normalizer(settings, RGB8), args.batch_size or 64)
     model = classifier.model.to(context.device)
 
