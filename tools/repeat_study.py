@@ -42,7 +42,7 @@ from util.evaluate.features import Features, extract_features
 from util.evaluate.knn import KnnProtocol, knn_accuracy
 from util.evaluate.loop import EvalContext
 from util.evaluate.moments import Moments
-from util.run.cli import Parser
+from util.run.cli import Parser, run_program
 
 Flags = dict[str, object]
 
@@ -298,4 +298,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main, "repeat_study.py")
