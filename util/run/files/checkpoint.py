@@ -15,6 +15,7 @@ import io
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -146,7 +147,8 @@ def read_checkpoint(path: str | Path, is_verified: bool = False) -> Checkpoint:
         raise CheckpointError(f"{str(path)!r} holds a {type(content).__name__}, not a dict of weights")
     meta = content.get("meta")
     if isinstance(meta, str):
-        meta = json.loads(meta)
+        with suppress(ValueError):  # of a foreign file, which says nothing here
+            meta = json.loads(meta)
     info = CheckpointInfo.from_json(meta if isinstance(meta, dict) else {}, path)
     if path.suffix in (".safetensors", ".bin"):
         info = add_config(info, path)

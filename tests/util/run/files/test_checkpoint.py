@@ -226,8 +226,9 @@ def test_position_tables_of_zeros_are_refused_unless_positions_are_biases():
     strict.check_values(weights, "the weights")
 
 
-def test_files_of_other_projects_say_nothing(tmp_path):
-    torch.save({"model": {"w": torch.zeros(1)}, "meta": "{}"}, tmp_path / "other.pth")
+@pytest.mark.parametrize("meta", ["{}", "epoch 3", "[1]", 3, {"epoch": 3}])
+def test_files_of_other_projects_say_nothing(tmp_path, meta):
+    torch.save({"model": {"w": torch.zeros(1)}, "meta": meta}, tmp_path / "other.pth")
     assert read_checkpoint(tmp_path / "other.pth").info == CheckpointInfo()
 
 
