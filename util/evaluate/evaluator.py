@@ -11,7 +11,7 @@ from util import collectives
 from util.evaluate.loop import EvalContext, context_of_training
 from util.evaluate.results import RESULTS, Evaluation
 from util.pictures import save
-from util.run.files import search
+from util.run.files import checkpoint
 from util.run.files.record import RunInfo
 from util.run.files.reports import read_json, write_json
 from util.run.train.training import Training
@@ -109,8 +109,8 @@ class Evaluator:
 
     def read_best(self) -> RunInfo | None:
         """Returns what checkpoint-best.pth says about the run; None if there is none."""
-        info = search.read_sidecar(self.training.output_dir / BEST)
-        return None if info is None else info.run
+        path = self.training.output_dir / BEST
+        return checkpoint.read_info(path).run if path.exists() else None
 
     def write_picture(self, picture: np.ndarray | None) -> None:
         """Writes the picture to TensorBoard and to the output folder."""

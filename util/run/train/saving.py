@@ -225,6 +225,8 @@ class CheckpointSaver:
 
     def write_best(self, state: Mapping[str, Any], info: CheckpointInfo) -> str:
         """For the thread. Returns "", since nothing is pruned. OSError if the write fails."""
+        # A kill may leave weights without their record, but none beside the record of others.
+        (self.output_dir / checkpoint.file_name("best")).with_suffix(".json").unlink(missing_ok=True)
         checkpoint.save_checkpoint(self.output_dir, "best", state, info.to_json())
         return ""
 

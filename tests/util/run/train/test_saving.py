@@ -10,6 +10,7 @@ import torch
 
 from tests.runs import contents, info_of_run
 from tests.two_processes import run_in_two_processes
+from util import atomic
 from util.data.images import ImageError
 from util.data.loader import LoaderError
 from util.run.files import checkpoint
@@ -170,6 +171,23 @@ def test_the_best_weights_wait_for_the_write_before_them(tmp_path, gate, monkeyp
     saver.finish()
     assert torch.equal(contents(tmp_path / "checkpoint-1.pth")["model"]["weight"], before)
     assert torch.equal(contents(tmp_path / "checkpoint-best.pth")["model"]["weight"], before + 1)
+
+
+def test_a_kill_between_the_best_weights_and_their_record_leaves_weights_that_can_be_read(tmp_path, monkeypatch):
+    saver = a_saver(tmp_path)
+    saver.save_best(info_of_run(1))
+    saver.finish()
+
+    def killed(source, target):
+        if target.suffix == ".json":
+            raise KeyboardInterrupt
+        source.replace(target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.replace_in(atomic, "os.replace", killed)
+        saver.save_best(info_of_run(2))
+        saver.finish()
+    assert checkpoint.read_checkpoint(tmp_path / "checkpoint-best.pth").info.step == 2
 
 
 def test_saves_by_time(tmp_path, monkeypatch):
