@@ -92,7 +92,7 @@ def test_a_site_s_options_go_to_sbatch_as_they_are(tmp_path, options, sbatch, re
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ("main_train", "main_pretrain"),
+        ("main_train", "argument main"),
         ("--nodes 0 main_pretrain", "--nodes"),
         ("--tasks_per_node 0 main_pretrain", "--tasks_per_node"),
         ("--cluster local --nodes 2 main_pretrain", "--nodes 2"),

@@ -105,10 +105,10 @@ class FlagContainer(argparse._ActionsContainer):
         per_process: whether the processes of one start may have different values, such as paths of their node.
         at_least, at_most, above, below: bounds of its number.
         everyday: whether --help shows it, with the first clause of its help: up to a semicolon or parenthesis.
-        choices: values that it takes. Many of them are not listed in the usage.
+        choices: values that it takes. Many of a flag are not listed in the usage.
         """
         known = list(choices or ())
-        if known and len(",".join(map(str, known))) <= LONG_CHOICES:
+        if known and (names[0][0] != "-" or len(",".join(map(str, known))) <= LONG_CHOICES):
             options["choices"] = known
             known = []
         action = super().add_argument(*names, **options)
