@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import shutil
+import tarfile
 
 import numpy as np
 import pytest
@@ -116,12 +117,16 @@ def test_new_images_and_those_after_an_interruption_are_added(classified, labell
     assert found == [wanted[0], ["done", "before"], *wanted[2:]]
 
 
-def test_an_image_that_is_replaced_is_predicted_again(classified, labelled, expected, tmp_path):
+@pytest.mark.parametrize("name", ["images", "images.tar"])
+def test_an_image_that_is_replaced_is_predicted_again(classified, labelled, expected, tmp_path, name):
     shutil.copytree(labelled / "val", tmp_path / "images")
-    first, second, *_ = sorted((tmp_path / "images").rglob("*.png"))
-    run(classified, tmp_path / "images", tmp_path / "out")
-    shutil.copyfile(second, first)
-    run(classified, tmp_path / "images", tmp_path / "out")
+    paths = sorted((tmp_path / "images").rglob("*.png"))
+    for _ in range(2):
+        with tarfile.open(tmp_path / "images.tar", "w") as tar:
+            for path in paths:
+                tar.add(path)
+        run(classified, tmp_path / name, tmp_path / "out")
+        shutil.copyfile(paths[1], paths[0])
     found = [[row["cat"], row["dog"]] for row in rows_of(tmp_path / "out")]
     wanted = [[row["cat"], row["dog"]] for row in expected]
     assert found == [wanted[1], *wanted[1:]] != wanted

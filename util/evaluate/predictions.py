@@ -20,7 +20,7 @@ from util.data.datasets import Address
 from util.data.folders import IMG_EXTENSIONS, is_image, list_folder, list_images, note_unread
 from util.data.images import EncodedImages, ImageError, ImageFiles, MissingImage, find_storage_error
 from util.data.loader import Loader
-from util.data.tars import open_tars
+from util.data.tars import TarImages, open_tars
 from util.data.transforms import to_tensor
 from util.evaluate.loop import EvalContext
 from util.evaluate.results import describe_changes
@@ -233,10 +233,13 @@ def write_record(folder: Path, settings: Mapping[str, Any], facts: Mapping[str, 
 
 
 def stamp_of(images: EncodedImages, i: int) -> list[int] | None:
-    """Returns size and time of change of an image, None if it has no file of its own."""
+    """Returns size and time of change of the file or tar that holds an image, None if it has gone."""
+    place = images.path(i)
+    if isinstance(images, TarImages):
+        place = images.storage.path(images.span(i).tar)
     try:
-        status = os.stat(images.path(i))
-    except OSError:  # a member of a tar
+        status = os.stat(place)
+    except OSError:
         return None
     return [status.st_size, status.st_mtime_ns]
 
