@@ -1,15 +1,18 @@
 """Measure the cost of pre-training steps side by side: multiply-adds, memory and time.
 
     python scripts/profile_pretrain.py mae_vit_base_100ep prmim50_vit_base_100ep
-    python scripts/profile_pretrain.py mae_vit_base_100ep prmim50_vit_base_100ep --compile --batch_size 512 --csv c.csv
+    python scripts/profile_pretrain.py mae_vit_base_100ep timm transformers --code eager compiled --csv c.csv
 
 A step is that of main_pretrain.py (bytes to floats, forward, backward, gradient norm, AdamW) on one
-batch of random images. After its first steps each recipe is timed once, then all in turn. Columns:
+batch of random images. `timm` and `transformers` put the network of others into it, with the sizes of the
+first recipe, which must be of MAE: see scripts/parts/peers.py. Compiled, theirs is one graph. All rows so far
+are timed in turn whenever one is added, and --rounds times at the end. With --data_path follow steps of the
+first row's model on batches that are loaded meanwhile, with R = 2, 1 and 4 crops of an image. Columns:
 
 gmac         multiply-adds of the forward pass of one image, in 10^9, without a frozen teacher
 saved_mb     MB an image that the forward pass keeps for the backward pass, of the eager model
 peak_mb      most MB that the tensors of the step hold at once, on a GPU
-ms           median time of a step
+ms           median time of a step; ms_q1, ms_q3: its quartiles
 ..._ratio    the same, relative to the first recipe
 
 `main_pretrain.py --profile STEP` traces operators and kernels of a run's steps.
@@ -17,12 +20,16 @@ ms           median time of a step
 
 import argparse
 import gc
-import statistics
+import itertools
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -33,11 +40,15 @@ from frameworks.registry import build_model
 from recipes import RECIPES
 from util import costs
 from util.attention import CHOICES, prefer
+from util.code_version import code_version
+from util.data.datasets import AddressedDataset
+from util.data.open import open_everywhere
 from util.data.transforms import Normalize
 from util.run.cli import Parser, prepare_file, run_program, user_errors
 from util.run.processes.distributed import PRECISIONS, Process, precision
 from util.run.processes.supervise import Watchdog
-from util.run.start.plan import RunSchedule
+from util.run.start.plan import RunSchedule, make_plan
+from util.run.train.loader import TrainLoader, make_augmentation
 from util.run.train.logging import RunLog
 from util.run.train.loop import TrainLoop
 from util.run.train.step_graphs import WARM_UP
@@ -46,26 +57,43 @@ from util.tables import markdown_table, write_csv
 
 Row = dict[str, Any]
 COSTS = ("gmac", "saved_mb", "peak_mb", "ms")
-TITLES = ["recipe", "throw_ratio", *(title for cost in COSTS for title in (cost, f"{cost}_ratio")), "images_per_second"]
+TITLES = ["recipe", "code", "throw_ratio", *(title for cost in COSTS for title in (cost, f"{cost}_ratio"))]
+TITLES += ["images_per_second"]
 COLUMNS = ["recipe", "model", "throw_ratio", "parameters", *COSTS, "images_per_second"]
 COLUMNS += [*(f"{cost}_ratio" for cost in COSTS), "batch_size", "rounds", "device", "precision", "torch"]
-COLUMNS += ["attention", "compile", "cuda_graph", "steps"]
+COLUMNS += ["attention", "code", "cuda_graph", "steps", "ms_q1", "ms_q3", "commit"]
+PEERS = ("timm", "transformers")
+REPEATS = (2, 1, 4)  # crops of an image that is decoded, the first is wanted most
 NEVER = 2**62  # steps: no report falls into a measurement
 
 
 class Step:
-    """The training step of one recipe, as main_pretrain.py runs it, on one batch."""
+    """The training step of one recipe, as main_pretrain.py runs it, on one batch.
 
-    def __init__(self, settings: dict[str, Any], args: argparse.Namespace, device: torch.device) -> None:
+    peer: of PEERS, whose network takes the place of the recipe's; or another word.
+    """
+
+    def __init__(
+        self, settings: dict[str, Any], args: argparse.Namespace, device: torch.device, peer: str = ""
+    ) -> None:
         with device:  # draws the weights there
-            self.model = build_model(settings, read_files=False).to(device).train()
+            model: Any = build_model(settings, read_files=False).to(device)
+        imgs, orders = costs.make_batch(model, settings, args.batch_size)
+        self.imgs = imgs.to(device)
+        self.orders = [order.to(device) for order in orders]
+        if peer in PEERS:
+            from scripts.parts import peers  # which needs Transformers
+
+            model = peers.PEERS[peer](model).to(device)
+        self.model = model.train()
+        self.process = Process(device)
         self.normalize = Normalize().to(device)
         self.precision = precision(args.precision, device)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         run: Any = argparse.Namespace(  # what a loop reads of a Run
             args=argparse.Namespace(clip_grad=None, seed=0, print_freq=NEVER, max_steps=None),
             plan=argparse.Namespace(precision=args.precision, total_batch_size=args.batch_size, accum_iter=1),
-            process=Process(device),
+            process=self.process,
             watchdog=Watchdog(3600, 3600),
         )
         schedule = RunSchedule(NEVER, NEVER, NEVER, lambda step, lr_scale: 1e-4, summary="", pauses=(), epochs=1)
@@ -74,15 +102,15 @@ class Step:
         self.compute: Callable[..., None] = forward_backward
         if args.cuda_graph:
             self.compute = self.loop.capture_steps(forward_backward)
-        imgs, orders = costs.make_batch(self.model, settings, args.batch_size)
-        self.imgs = imgs.to(device)
-        self.orders = [order.to(device) for order in orders]
 
     def __call__(self) -> None:
         """Runs one training step."""
         labels = self.orders[0]  # no model reads labels
-        batch = (self.imgs, labels, *self.orders)
-        train_one_epoch(self.model, iter([batch]), range(1), self.loop, self.compute)
+        self.train(iter([(self.imgs, labels, *self.orders)]), 1)
+
+    def train(self, batches: Iterator[Any], num_steps: int) -> None:
+        """Runs training steps on batches of `MaskCollator`."""
+        train_one_epoch(self.model, batches, range(num_steps), self.loop, self.compute)
 
     def saved_bytes(self, num_images: int) -> int:
         """Bytes that autograd saves for a batch of copies of the first image. The model must not be compiled."""
@@ -98,28 +126,38 @@ class Step:
         return costs.saved_bytes(forward)
 
 
-def measure(settings: dict[str, Any], args: argparse.Namespace, device: torch.device) -> tuple[Row, Step]:
-    """Measures all but the time of one recipe. Returns (its row, its step, which has run)."""
-    row: Row = {name: settings[name] for name in ("recipe", "model", "throw_ratio")}
-    for name in ("batch_size", "attention", "compile", "cuda_graph", "steps"):
-        row[name] = getattr(args, name)
+def measure(
+    name: str, settings: dict[str, Any], code: str, args: argparse.Namespace, device: torch.device
+) -> tuple[Row, Step]:
+    """Measures all but the time of one row. Returns (the row, its step, which has run).
+
+    name: of the recipe with these settings, or one of PEERS. code: eager or compiled.
+    """
+    row: Row = {**dict.fromkeys(COLUMNS), "recipe": name, "code": code}
+    for key in ("model", "throw_ratio"):
+        row[key] = settings[key]
+    for key in ("batch_size", "attention", "cuda_graph", "steps"):
+        row[key] = getattr(args, key)
+    row["commit"] = code_version()
     row["device"] = costs.device_name(device)
     row["torch"] = torch.__version__
-    row["gmac"] = costs.forward_gmac(settings, build_model)[0]
+    if name not in PEERS:
+        row["gmac"] = costs.forward_gmac(settings, build_model)[0]
     gc.collect()
     held_by_others = 0
     if device.type == "cuda":
         held_by_others = torch.cuda.memory_allocated()
-    step = Step(settings, args, device)
+    step = Step(settings, args, device, name)
     row["precision"] = step.precision.name
     choose_attention(step.model, args.attention, step.precision.name, device, print)
     row["parameters"] = sum(p.numel() for p in step.model.parameters() if p.requires_grad) / 1e6
     row["saved_mb"] = (step.saved_bytes(4) - step.saved_bytes(2)) / 2e6  # without the weights, saved once
-    if args.compile:
+    if code == "compiled" and name in PEERS:
+        step.model.compile(dynamic=False)
+    elif code == "compiled":
         compile_parts(step.model)
     for _ in range(WARM_UP - 1):  # makes the optimizer's state, and chooses kernels
         step()
-    row["peak_mb"] = None
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         step()
@@ -129,11 +167,34 @@ def measure(settings: dict[str, Any], args: argparse.Namespace, device: torch.de
     return row, step
 
 
+def seconds_from(data_path: str, repeats: int, recipe: str, step: Step, args: argparse.Namespace) -> float:
+    """Trains on images with all cores, from an empty queue of batches on. Returns the seconds of a step."""
+    size = str(args.batch_size)
+    words = ["--recipe", recipe, "--device", args.device, "--batch_size", size, "--total_batch_size", size]
+    _, flags = main_pretrain.parse_args([*words, "--data_path", data_path, "--repeat_aug", str(repeats)])
+    dataset = AddressedDataset(open_everywhere(flags, "train"), make_augmentation(flags, step.model.img_size))
+    loader = TrainLoader(
+        dataset,
+        step.model.collator(flags.sampling, flags.seed),
+        step.model.img_size,
+        make_plan(flags, step.process),
+        step.process,
+        flags.seed,
+        repeats=repeats,
+        epochs=range(flags.epochs),
+    )
+    first_steps = args.data_steps // 8  # in which the workers start
+    with closing(loader.open(range(first_steps + args.data_steps))) as batches:
+        step.train(batches, first_steps)
+        train = partial(step.train, batches, args.data_steps)
+        return costs.seconds_of(train, step.process.device) / args.data_steps
+
+
 def add_times(rows: Sequence[Row], times: Sequence[Sequence[float]]) -> None:
     """Adds what follows from the seconds of each row's steps, and the ratios to the first row."""
     for row, seconds in zip(rows, times, strict=True):
-        median = statistics.median(seconds)
-        row["ms"] = 1e3 * median
+        q1, median, q3 = np.quantile(seconds, (0.25, 0.5, 0.75)).tolist()
+        row |= {"ms_q1": 1e3 * q1, "ms": 1e3 * median, "ms_q3": 1e3 * q3}
         row["images_per_second"] = row["batch_size"] / median
         row["rounds"] = len(seconds)
         for cost in COSTS:
@@ -152,30 +213,25 @@ def markdown(rows: Sequence[Row]) -> str:
     return markdown_table(titles, lines)
 
 
-def write_rows(rows: Sequence[Row], times: Sequence[Sequence[float]], path: Path | None) -> None:
-    """Adds the times so far to the rows, and writes the CSV file if there is a path."""
-    add_times(rows, times)
-    if path is not None:
-        write_csv(path, COLUMNS, rows)
-
-
 def get_parser() -> Parser:
     parser = Parser("profile_pretrain.py", description=__doc__)
     flag = parser.add_argument
-    flag("recipes", nargs="+", metavar="RECIPE", help="names from recipes.py")
+    flag("recipes", nargs="+", metavar="RECIPE", help="names from recipes.py; after one of MAE also timm, transformers")
     flag("--batch_size", type=int, default=8, at_least=1, help="images per step")
     flag("--rounds", type=int, default=7, at_least=1, help="number of times that every step is timed")
     flag("--steps", type=int, default=1, at_least=1, help="steps that are timed together, without a wait between them")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     flag("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, else fp32")
     flag("--attention", default="auto", choices=CHOICES, help="preferred kernel")
-    flag("--compile", action=argparse.BooleanOptionalAction, default=False, help="compile the steps that are timed")
+    flag("--code", nargs="+", default=["eager"], choices=("eager", "compiled"), help="how the steps that are timed run")
     flag(
         "--cuda_graph",
         action=argparse.BooleanOptionalAction,
         default=False,
         help="launch the steps that are timed as CUDA graphs",
     )
+    flag("--data_path", nargs="*", default=[], help="also train the first row's model from these folders of images")
+    flag("--data_steps", type=int, default=400, at_least=8, help="steps that are timed for each --data_path")
     flag("--csv", type=Path, help="write unrounded numbers to this file, after each recipe and round")
     return parser
 
@@ -184,8 +240,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program; `argv` replaces the command line."""
     parser = get_parser()
     args = parser.parse_args(argv)
+    parser.check_choice("recipe", args.recipes[0], RECIPES)
     for name in args.recipes:
-        parser.check_choice("recipe", name, RECIPES)
+        parser.check_choice("recipe", name, [*RECIPES, *PEERS])
     with user_errors(parser):
         if args.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda, but there is no CUDA device")
@@ -198,19 +255,39 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     steps: list[Step] = []
     times: list[list[float]] = []
+
+    def time_rows() -> None:
+        for seconds, one in zip(times, costs.time_round(steps, device, len(times[0]), args.steps), strict=True):
+            seconds.append(one)
+        write_rows()
+
+    def write_rows() -> None:
+        add_times(rows, times)
+        if args.csv is not None:
+            write_csv(args.csv, COLUMNS, rows)
+
     try:
-        for name in args.recipes:
-            print(f"{name}: counts and first steps", flush=True)
-            _, flags = main_pretrain.parse_args(["--recipe", name])
-            row, step = measure(vars(flags), args, device)
+        for code, name in itertools.product(args.code, args.recipes):
+            begin = time.perf_counter()
+            words = ["--recipe", name]
+            if name in PEERS:
+                words = ["--recipe", args.recipes[0], "--throw_ratio", "0"]
+            _, flags = main_pretrain.parse_args(words)
+            row, step = measure(name, vars(flags), code, args, device)
+            print(f"{name}, {code}: first steps after {time.perf_counter() - begin:.0f} s", flush=True)
             rows.append(row)
             steps.append(step)
-            times.append([costs.seconds_of(step, device, args.steps)])
-            write_rows(rows, times, args.csv)  # if the next recipe takes too long, this one has a row
-        for i in range(args.rounds - 1):
-            for seconds, time in zip(times, costs.time_round(steps, device, i, args.steps), strict=True):
-                seconds.append(time)
-            write_rows(rows, times, args.csv)
+            times.append([])
+            time_rows()  # if the next row takes too long, those so far are measured
+        for _ in range(args.rounds - 1):
+            time_rows()
+        for repeats, data_path in itertools.product(REPEATS, args.data_path):
+            seconds = seconds_from(data_path, repeats, args.recipes[0], steps[0], args)
+            recipe = f"{args.recipes[0]}, R = {repeats}, from {data_path}"
+            rows.append({**rows[0], "recipe": recipe, "steps": args.data_steps})
+            times.append([seconds])
+            write_rows()
+            print(f"{recipe}: {1e3 * seconds:.1f} ms", flush=True)
     except torch.cuda.OutOfMemoryError:
         parser.error(
             f"the GPU has too little memory for --batch_size {args.batch_size} and {len(args.recipes)} recipes, which "
