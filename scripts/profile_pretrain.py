@@ -6,8 +6,8 @@
 A step is that of main_pretrain.py (bytes to floats, forward, backward, gradient norm, AdamW) on one
 batch of random images. `timm` and `transformers` put the network of others into it, with the sizes of the
 first recipe, which must be of MAE: see scripts/parts/peers.py. Compiled, theirs is one graph. All rows so far
-are timed in turn whenever one is added, and --rounds times at the end. With --data_path follow steps of the
-first row's model on batches that are loaded meanwhile, with R = 2, 1 and 4 crops of an image. Columns:
+are timed in turn whenever one is added, and then until the last one has --rounds. With --data_path follow
+steps of the first row's model on batches that are loaded meanwhile, at R = 2, 1 and 4 (--repeat_aug). Columns:
 
 gmac         multiply-adds of the forward pass of one image, in 10^9, without a frozen teacher
 saved_mb     MB an image that the forward pass keeps for the backward pass, of the eager model
@@ -168,7 +168,7 @@ def measure(
 
 
 def seconds_from(data_path: str, repeats: int, recipe: str, step: Step, args: argparse.Namespace) -> float:
-    """Trains on images with all cores, from an empty queue of batches on. Returns the seconds of a step."""
+    """Trains on images with all cores, while no batches wait from before. Returns the seconds of a step."""
     size = str(args.batch_size)
     words = ["--recipe", recipe, "--device", args.device, "--batch_size", size, "--total_batch_size", size]
     _, flags = main_pretrain.parse_args([*words, "--data_path", data_path, "--repeat_aug", str(repeats)])
@@ -218,7 +218,7 @@ def get_parser() -> Parser:
     flag = parser.add_argument
     flag("recipes", nargs="+", metavar="RECIPE", help="names from recipes.py; after one of MAE also timm, transformers")
     flag("--batch_size", type=int, default=8, at_least=1, help="images per step")
-    flag("--rounds", type=int, default=7, at_least=1, help="number of times that every step is timed")
+    flag("--rounds", type=int, default=7, at_least=1, help="number of times that every step is timed, at least")
     flag("--steps", type=int, default=1, at_least=1, help="steps that are timed together, without a wait between them")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     flag("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, else fp32")
