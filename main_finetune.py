@@ -33,7 +33,6 @@ from util.evaluate import robustness
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.loop import EvalContext
 from util.evaluate.results import Evaluation, accuracy_text
-from util.lazy import LazyModule
 from util.run.cli import FlagGroup, Parser, run_program
 from util.run.start.flags import (
     add_all_valid_flag,
@@ -50,10 +49,6 @@ from util.run.start.run import Run, RunFacts
 from util.run.train.loader import TrainLoader
 from util.run.train.training import Training
 from util.text import count_of
-
-timm_data = LazyModule("timm.data")
-timm_optim = LazyModule("timm.optim")
-random_erasing = LazyModule("timm.data.random_erasing")
 
 PROGRAM = "main_finetune.py"
 
@@ -307,12 +302,15 @@ def make_augmentation(
 
 def make_batch_augmentation(args: argparse.Namespace, num_classes: int, device: torch.device) -> BatchAugmentation:
     """Returns random erasing, mixup and cutmix, and label smoothing."""
+    from timm.data import Mixup
+    from timm.data.random_erasing import RandomErasing
+
     erase = None
     mixup = None
     if args.reprob:
-        erase = random_erasing.RandomErasing(args.reprob, mode=args.remode, max_count=args.recount, device=device)
+        erase = RandomErasing(args.reprob, mode=args.remode, max_count=args.recount, device=device)
     if args.mixup or args.cutmix:
-        mixup = timm_data.Mixup(
+        mixup = Mixup(
             mixup_alpha=args.mixup,
             cutmix_alpha=args.cutmix,
             prob=args.mixup_prob,
@@ -326,12 +324,12 @@ def make_batch_augmentation(args: argparse.Namespace, num_classes: int, device: 
 
 def make_optimizer(model: nn.Module, args: argparse.Namespace, lr: float) -> torch.optim.Optimizer:
     """Returns AdamW or LARS with layer-wise learning rates."""
+    from timm.optim import param_groups_layer_decay
+
     if not args.cls_token_layer_decay and not hasattr(model, "cls_token"):
         raise ValueError(f"--no-cls_token_layer_decay needs a model with a class token; --model {args.model} has none")
     model.cls_token_layer_decay = args.cls_token_layer_decay
-    groups = timm_optim.param_groups_layer_decay(
-        model, args.weight_decay, model.no_weight_decay(), layer_decay=args.layer_decay
-    )
+    groups = param_groups_layer_decay(model, args.weight_decay, model.no_weight_decay(), layer_decay=args.layer_decay)
     if args.optimizer == "lars":
         from util.lars import LARS
 

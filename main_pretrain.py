@@ -27,7 +27,6 @@ from util.data.datasets import AddressedDataset
 from util.data.images import note_on_small_images
 from util.data.open import open_everywhere
 from util.data.statistics import Statistics
-from util.lazy import LazyModule
 from util.run.cli import FlagGroup, Parser, early_value, parse_with_recipe, run_program
 from util.run.start.flags import (
     add_data_flags,
@@ -43,8 +42,6 @@ from util.run.train.loader import TrainLoader, make_augmentation
 from util.run.train.meter import utilization
 from util.run.train.training import BetweenSteps, Training, TrainSteps
 from util.text import count_of, shorten
-
-timm_optim = LazyModule("timm.optim")
 
 PROGRAM = "main_pretrain.py"
 MODEL = "mae_vit_base_patch16"
@@ -251,9 +248,9 @@ def make_optimizer(model: Framework, args: argparse.Namespace, lr: float) -> tor
 
     `first_epoch` of a group: the one with which its training begins.
     """
-    groups = timm_optim.param_groups_weight_decay(
-        model, args.weight_decay, no_weight_decay_list=model.no_weight_decay()
-    )
+    from timm.optim import param_groups_weight_decay
+
+    groups = param_groups_weight_decay(model, args.weight_decay, no_weight_decay_list=model.no_weight_decay())
     if args.decoder_warmup_epochs:
         encoder = set(model.encoder_parameters())
         for group in list(groups):

@@ -22,11 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from util.attention import self_attention, split_heads
-from util.lazy import LazyModule
 from util.pos_embed import height_and_width, position_table, rotary_table, rotate, table_for_grid
 from util.tokens import take_tokens
-
-timm_layers = LazyModule("timm.layers")
 
 __all__ = [
     "VisionTransformer",
@@ -196,11 +193,13 @@ class Block(nn.Module):
         mlp_ratio: float = 4.0,
         drop_path: float = 0.0,
     ) -> None:
+        from timm.layers import Mlp  # here, because --help waits for no slow library
+
         super().__init__()
         self.norm1 = layer_norm(dim)
         self.attn = Attention(dim, num_heads)
         self.norm2 = layer_norm(dim)
-        self.mlp = timm_layers.Mlp(dim, int(dim * mlp_ratio))
+        self.mlp = Mlp(dim, int(dim * mlp_ratio))
         self.drop_path = make_drop_path(drop_path)
 
     def forward(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
@@ -238,7 +237,9 @@ class DropPath(nn.Module):
         if not self.training:
             return x
         if not torch.compiler.is_compiling():
-            return timm_layers.drop_path(x, self.drop_prob, training=True)
+            from timm.layers import drop_path
+
+            return drop_path(x, self.drop_prob, training=True)
         shape = (len(x),) + (1,) * (x.ndim - 1)
         kept = self.keep_prob.expand(shape).bernoulli()
         return x * (kept / self.keep_prob).to(x.dtype)
@@ -571,7 +572,9 @@ class VisionTransformer(Classifier, ViTEncoder):
         if self.pos_embed is not None:
             self.pos_embed.requires_grad_(train_pos_embed)
         if cls_token_mlp:
-            self.cls_token_mlp = timm_layers.Mlp(self.embed_dim, self.blocks[0].mlp.fc1.out_features)
+            from timm.layers import Mlp
+
+            self.cls_token_mlp = Mlp(self.embed_dim, self.blocks[0].mlp.fc1.out_features)
             init_weights(self.cls_token_mlp)
         std = 2e-5
         if probe:

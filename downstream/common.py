@@ -17,7 +17,6 @@ from util.data.statistics import normalizer
 from util.data.transforms import Size
 from util.evaluate.results import Evaluation
 from util.evaluate.session import Session
-from util.lazy import LazyModule
 from util.run.cli import FlagGroup, Parser
 from util.run.files.record import INVALID_SETTINGS, without_marks
 from util.run.start.flags import (
@@ -34,8 +33,6 @@ from util.run.start.plan import RunSchedule, check_same
 from util.run.start.run import Run
 from util.run.train.loop import TrainLoop
 from util.text import count_of
-
-survey = LazyModule("util.data.survey")  # of --check_data
 
 # {name of an encoder: its sizes}
 SIZES: dict[str, dict[str, Any]] = {
@@ -334,6 +331,8 @@ def open_everywhere(args: argparse.Namespace, split: str, open_split: Callable[[
         images.notes.append(f"note: {turned}: boxes and labels must fit the stored pixels")
     refuse_other_data(images, split)
     if args.check_data:
+        from util.data import survey
+
         survey.report_split(split, images)
     return images
 

@@ -13,16 +13,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from timm.layers import Mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from framework import DECODER_FLAGS, Flag, PixelFramework, check_blocks, decoder_heads, rename_prefixes
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, ViTEncoder, init_weights, layer_norm
 from prmim import Method, SpatialAggregation, TokenOrder
-from util.lazy import LazyModule
 from util.pos_embed import position_table
-
-timm_layers = LazyModule("timm.layers")
 
 __all__ = [
     "CrossMaskedAutoencoderViT",
@@ -261,7 +259,7 @@ class CrossBlock(nn.Module):
         self.norm1 = layer_norm(dim)
         self.cross_attn = CrossAttention(dim, context_dim, num_heads)
         self.norm2 = layer_norm(dim)
-        self.mlp = timm_layers.Mlp(dim, int(dim * mlp_ratio))
+        self.mlp = Mlp(dim, int(dim * mlp_ratio))
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
         """Updates the queries `x` [B, n, C] from the context [B, T, D]. Returns [B, n, C]."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.layers import Mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,11 +22,8 @@ from framework import Flag, Framework, View, weights_in
 from frameworks.teacher import Teacher, attention_logits, open_teacher
 from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, init_weights
 from prmim import ProgressiveDecoder, TokenOrder
-from util.lazy import LazyModule
 from util.pictures import principal_colors
 from util.run.files.strict import load_strict
-
-timm_layers = LazyModule("timm.layers")
 
 __all__ = [
     "TECViT",
@@ -89,7 +87,7 @@ class TECViT(Framework, ViTEncoder):
         depth = len(self.blocks)
         if num_adap is None:
             num_adap = max(1, depth // 3)
-        self.cls_token_mlp = timm_layers.Mlp(embed_dim, int(embed_dim * self.mlp_ratio))
+        self.cls_token_mlp = Mlp(embed_dim, int(embed_dim * self.mlp_ratio))
         self.encoder_adaptor = EncoderAdaptor(embed_dim, depth, num_adap, 4 * decoder_embed_dim)
         init_weights(self.cls_token_mlp)
         init_weights(self.encoder_adaptor)
@@ -346,7 +344,7 @@ class EncoderAdaptor(nn.Module):
         self.adap_before = nn.LayerNorm(depth * dim)  # with torch's epsilon, 1e-5, as in the release
         blocks_of_group = depth // num_adap
         self.fuse_fcs = nn.ModuleList(nn.Linear(blocks_of_group * dim, dim) for _ in range(num_adap))
-        self.adap_mlps = nn.ModuleList(timm_layers.Mlp(dim, hidden_dim) for _ in range(num_adap))
+        self.adap_mlps = nn.ModuleList(Mlp(dim, hidden_dim) for _ in range(num_adap))
         self.adap_after = nn.LayerNorm(dim)
 
     def forward(self, levels: Sequence[Tensor]) -> Tensor:

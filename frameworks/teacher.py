@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,12 +14,9 @@ from encoders.load import Weights, load_encoder, read, set_norm_eps
 from models_vit import ViTEncoder
 from prmim import TokenOrder
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
-from util.lazy import LazyModule
 from util.run.files import search
 from util.run.files.record import CheckpointInfo
 from util.text import close_to
-
-timm = LazyModule("timm")
 
 
 class Teacher(ViTEncoder):

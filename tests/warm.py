@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def server():
     """Returns the multiprocessing context whose processes are forks of the server. One main imports the others."""
     context = mp.get_context("forkserver")
-    lazy = ["timm.data", "timm.optim", "torch.utils.tensorboard"]  # LazyModules
+    lazy = ["timm.data", "timm.optim", "torch.utils.tensorboard"]  # imported in functions
     context.set_forkserver_preload(["downstream.probe.main_probe", *lazy, "torch.distributed.run"])
     return context
 

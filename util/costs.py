@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from util.lazy import LazyModule
 from util.text import count_of
 
 STATE_BYTES = 18  # bytes a parameter in a step: float32 weight, gradient, AdamW's two moments, and autocast's copy
@@ -16,7 +15,6 @@ USABLE = 0.9  # of a GPU's memory: the rest is for the CUDA context, libraries, 
 # Memory of an image in half precision, relative to what float32 would save. On an H100, PR-MIM's ViT-B took 36 MB an
 # image, of 64; MAE's, and ViT-L of both, .44 to .47.
 HALF_SHARE = 0.56
-flop_counter = LazyModule("torch.utils.flop_counter")  # which imports Triton
 
 
 def forward_gmac(settings: Mapping[str, Any], build_model: Callable[..., nn.Module]) -> tuple[float, float]:
@@ -48,7 +46,9 @@ def forward_gmac(settings: Mapping[str, Any], build_model: Callable[..., nn.Modu
 
 def count_gmac(forward: Callable[[], object]) -> float:
     """Multiply-adds of `forward()`, in 10^9."""
-    with flop_counter.FlopCounterMode(display=False) as counter:
+    from torch.utils.flop_counter import FlopCounterMode  # here, because it imports Triton
+
+    with FlopCounterMode(display=False) as counter:
         forward()
     return counter.get_total_flops() / 2e9
 

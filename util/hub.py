@@ -3,17 +3,15 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from util.lazy import LazyModule
-
-huggingface_hub = LazyModule("huggingface_hub")
-
 TIMEOUT = 10  # seconds
 
 
 def can_reach_hub() -> bool:
     """Whether one request reaches the Hub."""
+    from huggingface_hub import constants, utils
+
     try:
-        huggingface_hub.utils.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=TIMEOUT)
+        utils.get_session().head(constants.ENDPOINT, timeout=TIMEOUT)
     except Exception:  # of requests or httpx, which the library has used, or of its offline mode
         return False
     return True
@@ -22,7 +20,8 @@ def can_reach_hub() -> bool:
 @contextmanager
 def hub_or_cache() -> Iterator[None]:
     """Inside, only the cache is read if the Hub cannot be reached: each missing file would be tried for 25 seconds."""
-    constants = huggingface_hub.constants
+    from huggingface_hub import constants
+
     was_offline = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = was_offline or not can_reach_hub()
     try:

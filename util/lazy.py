@@ -1,19 +1,9 @@
-"""Slow libraries and alternatives, imported at their first use."""
+"""Alternatives that are imported when one of them is asked for."""
 
 import importlib
 from collections import UserDict
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-
-class LazyModule:
-    """Module `name`, imported at its first use: `--help` and refused flags wait for no timm, torchvision or FSDP."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(importlib.import_module(self._name), attribute)
 
 
 class ByName(UserDict[str, Any]):

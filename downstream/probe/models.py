@@ -17,12 +17,9 @@ from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import known_statistics
 from util.evaluate.features import class_feature, forward_blocks, num_class_tokens
 from util.hub import hub_or_cache
-from util.lazy import LazyModule
 from util.run.files import checkpoint, search
 from util.run.start.resume import identify_encoder
 from util.text import close_to, shorten
-
-timm = LazyModule("timm")
 
 HEAD_CHANNELS = 64  # of a head of the attentive probe
 
@@ -156,6 +153,8 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
     path: a file, or the folder of a run or of an export. ValueError if timm does not know the model, if there are no
     weights for it, or if those at `path` belong to another network.
     """
+    import timm  # here, because --help waits for no slow library
+
     if not timm.is_model(name):
         raise ValueError(f"--timm {name!r} is no model of timm{close_to(name, timm.list_models())}")
     options = {}
@@ -206,10 +205,12 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
 
 def load_timm_weights(network: nn.Module, name: str, file: Path) -> None:
     """Loads a file into a network of timm, which needs no head. ValueError if the weights are of another network."""
+    from timm.models import load_checkpoint
+
     if not file.is_file():
         raise ValueError(f"no weights at {str(file)!r}: give the path of a file, or none for those of timm")
     try:
-        missing, unexpected = timm.models.load_checkpoint(network, str(file), strict=False)
+        missing, unexpected = load_checkpoint(network, str(file), strict=False)
     except Exception as error:  # many types, as timm and safetensors raise them
         raise ValueError(f"timm could not load {str(file)!r} into {name!r}: {error}") from error
     if missing:

@@ -48,7 +48,6 @@ from util.data.images import check_splits, note_on_small_images
 from util.data.open import marks_of
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
-from util.lazy import LazyModule
 from util.run.cli import FlagGroup, Parser, run_program
 from util.run.start.plan import Plan
 from util.run.start.run import Run, RunFacts
@@ -56,8 +55,6 @@ from util.run.train.loader import TrainLoader
 from util.run.train.training import Training
 from util.text import count_of
 from util.urls import local_path
-
-timm_optim = LazyModule("timm.optim")
 
 PROGRAM = "main_segmentation.py"
 PICTURE = "predictions.png"
@@ -229,9 +226,9 @@ def open_split(args: argparse.Namespace, split: str) -> SegmentationImages:
 
 def make_optimizer(model: Segmenter, args: argparse.Namespace, lr: float) -> torch.optim.Optimizer:
     """Returns AdamW with layer-wise learning rates."""
-    groups = timm_optim.param_groups_layer_decay(
-        model, args.weight_decay, model.no_weight_decay(), layer_decay=args.layer_decay
-    )
+    from timm.optim import param_groups_layer_decay
+
+    groups = param_groups_layer_decay(model, args.weight_decay, model.no_weight_decay(), layer_decay=args.layer_decay)
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), fused=True)
 
 

@@ -4,6 +4,7 @@ import socket
 import threading
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from util import hub
@@ -37,9 +38,9 @@ class Server:
 )
 def test_one_request_says_whether_the_hub_is_there(monkeypatch, answer, is_reached):
     server = Server(answer)
-    monkeypatch.replace_in(hub, "huggingface_hub.constants.ENDPOINT", server.endpoint)
-    monkeypatch.replace_in(hub, "huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    constants = hub.huggingface_hub.constants
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     assert hub.can_reach_hub() == is_reached
     assert server.num_connections == 1
     with hub.hub_or_cache():

@@ -11,9 +11,6 @@ import torch
 
 from util.addressed import SHUFFLE, addressed_uniform
 from util.data.images import ImageError, Images, find_storage_error
-from util.lazy import LazyModule
-
-invalid_pixels = LazyModule("util.data.invalid_pixels")  # where some may be
 
 MAX_SKIPPED = 100  # bad images in a row; more mean that something else is wrong
 
@@ -65,7 +62,9 @@ class AddressedDataset(torch.utils.data.Dataset):
         epoch, index = address
         img = torch.from_numpy(pixels).permute(2, 0, 1)  # a view; the transform copies what it crops
         if self.images.pixel_format.has_invalid and not getattr(self.transform, "respects_invalid", False):
-            view = invalid_pixels.transform_valid(self.transform, img, epoch, index)
+            from util.data.invalid_pixels import transform_valid
+
+            view = transform_valid(self.transform, img, epoch, index)
         else:
             view = self.transform(img, epoch, index)
         if not self.with_boxes:

@@ -10,10 +10,6 @@ from torch import Tensor
 
 from util.addressed import LIBRARY, addressed_seed, seeded_libraries
 from util.data.transforms import RandomResizedCropFlip, Sides, to_picture, to_tensor
-from util.lazy import LazyModule
-
-timm_data = LazyModule("timm.data")
-timm_ops = LazyModule("timm.data.auto_augment")
 
 
 class FinetuneAugment:
@@ -34,9 +30,12 @@ class FinetuneAugment:
         reference: bool = False,
         hflip: bool = True,
     ) -> None:
+        from timm.data import auto_augment as timm_ops
+        from timm.data import create_transform
+
         self.crop = RandomResizedCropFlip(size, seed, scale, reference=reference, hflip=hflip)
         try:
-            _, self.augment, _ = timm_data.create_transform(
+            _, self.augment, _ = create_transform(
                 self.crop.size,
                 is_training=True,
                 separate=True,
@@ -77,4 +76,6 @@ def posterize(img: Image.Image, bits_to_keep: int, **options: object) -> Image.I
     """Like timm's op, but 0 bits and fewer return black. Pillow 13 refuses them; earlier versions returned black."""
     if bits_to_keep <= 0:
         return Image.new(img.mode, img.size)
+    from timm.data import auto_augment as timm_ops
+
     return timm_ops.posterize(img, bits_to_keep, **options)

@@ -24,13 +24,10 @@ from PIL import TiffImagePlugin, UnidentifiedImageError
 from util.data.decode import PILLOW_ERRORS, open_image
 from util.data.folders import MissingSplit, find_samples, spelling
 from util.data.pixel_format import GDAL_NODATA, RGB8, Header, PixelFormat, read_header, read_pixels, tifffile
-from util.lazy import LazyModule
 from util.text import count_of, describe_owner, shorten
 
 if TYPE_CHECKING:
     from util.data.invalid_pixels import InvalidPixels
-
-torchvision = LazyModule("torchvision")
 
 PNG_BITS = 24  # place of the bits per channel in a PNG
 
@@ -414,7 +411,9 @@ class CifarImages(Images):
     """torchvision's CIFAR-10 or CIFAR-100, downloaded to `data_path` if it is not there. Its hash is checked."""
 
     def __init__(self, name: str, data_path: str | Path, split: str = "train") -> None:
-        make = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[name]
+        from torchvision.datasets import CIFAR10, CIFAR100
+
+        make = {"cifar10": CIFAR10, "cifar100": CIFAR100}[name]
         try:
             self.images = make(data_path, train=split == "train", download=True)
         except (OSError, RuntimeError) as error:

@@ -13,12 +13,9 @@ import numpy as np
 from tqdm import tqdm
 
 from util.atomic import replaced_file
-from util.lazy import LazyModule
 from util.run.cli import LOG
 from util.run.files.reports import read_reports
 from util.text import printable
-
-tensorboard = LazyModule("torch.utils.tensorboard")
 
 
 class RunLog:
@@ -107,8 +104,10 @@ class RunLog:
 
     def _events(self) -> Any:
         if self.tensorboard is None:
+            from torch.utils.tensorboard import SummaryWriter
+
             folder = self.output_dir / "tensorboard"
-            self.tensorboard = tensorboard.SummaryWriter(folder, purge_step=self.last_kept + 1)
+            self.tensorboard = SummaryWriter(folder, purge_step=self.last_kept + 1)
         return self.tensorboard
 
     def history(self) -> list[dict[str, Any]]:
