@@ -380,7 +380,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
 
         torch.backends.cudnn.benchmark = True  # shapes are static
         torch.manual_seed(args.seed)  # the same initial weights on every rank
-        model = build_model({**vars(args), **run.unless_chosen(read_traits(run.encoder, run.resumed))})
+        model = build_model({**vars(args), **read_traits(run.encoder, run.resumed), **parser.flags_chosen()})
         model = model.to(run.process.device)
         model.use_statistics(*statistics)
         for file in model.named_files().values():

@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from downstream.probe.engine_probe import GRID, HELD_OUT, Probing
-from downstream.probe.models import FrozenEncoder, open_encoder, open_timm_model
+from downstream.probe.models import FrozenEncoder, open_encoder
 from util import collectives
 from util.data.folders import refuse_inside_data
 from util.data.images import Images, match_splits
@@ -132,6 +132,8 @@ def check_flags(args: argparse.Namespace) -> None:
 def make_encoder(args: argparse.Namespace) -> FrozenEncoder:
     """Loads the encoder that the flags name, and chooses its blocks."""
     if args.timm is not None:
+        from downstream.probe.timm_encoders import open_timm_model
+
         encoder = open_timm_model(args.timm, args.encoder, args.input_size)
     else:
         encoder = open_encoder(args.encoder, args.input_size)

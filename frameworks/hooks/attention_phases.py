@@ -272,8 +272,9 @@ class AttentionPhases:
         maps = self.maps_of(refresh)
 
         def look() -> bool:
-            if self.training.start.began_elsewhere and self.training.start.resume_path is not None:
-                source = maps_path(self.training.start.resume_path.parent, refresh)
+            run = self.training.run
+            if run.began_elsewhere and run.resume_path is not None:
+                source = maps_path(run.resume_path.parent, refresh)
                 if not source.is_file():
                     return False
                 maps.path.parent.mkdir(exist_ok=True)
@@ -307,5 +308,5 @@ class AttentionPhases:
 
     def maps_of(self, refresh: int) -> AttentionMaps:
         """Returns the maps of this run that are made after the epoch `refresh`, whether they exist or not."""
-        path = maps_path(self.training.start.output_dir, refresh)
+        path = maps_path(self.training.output_dir, refresh)
         return AttentionMaps(path, self.model.patch_size, self.training.args.attention_crop)

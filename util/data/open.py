@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from util import collectives
 from util.data.folders import SplitFiles, find_files, folder_identity
-from util.data.images import (
-    CifarImages,
-    FolderImages,
-    Images,
-    INaturalistImages,
-    refuse_single_class,
-)
+from util.data.images import FolderImages, Images, refuse_single_class
 from util.data.pixel_format import declares_invalid
 from util.urls import is_url
 
@@ -25,6 +19,7 @@ if TYPE_CHECKING:
 # Modules that only such data imports, or --check_data.
 MODULES = {
     "hf": "util.data.hugging_face",
+    "published": "util.data.published",
     "tars": "util.data.tars",
     "store": "util.data.remote",
     "remote tars": "util.data.remote_tars",
@@ -135,9 +130,10 @@ class ImageSource:
             "invalid": self.invalid,
         }
         if self.dataset in INATURALIST:
-            return INaturalistImages(self.data_path, self.split, INATURALIST[self.dataset], **reading)
+            year = INATURALIST[self.dataset]
+            return module_of("published").INaturalistImages(self.data_path, self.split, year, **reading)
         if self.dataset in DOWNLOADED:
-            return CifarImages(self.dataset, self.data_path, self.split)
+            return module_of("published").CifarImages(self.dataset, self.data_path, self.split)
         if self.dataset == "hf":
             return module_of("hf").open_hugging_face(
                 self.data_path, self.split, self.labelled, self.image_column, self.label_column, **reading

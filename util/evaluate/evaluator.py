@@ -83,7 +83,7 @@ class Evaluator:
             content["best"] = max([*earlier, last], key=lambda report: report[f"val_{self.best_by}"])
         content["details"] = details
         content["encoder"] = None if training.encoder is None else asdict(training.encoder)
-        content["code"] = training.start.origin.code
+        content["code"] = training.run.origin.code
         try:
             write_json(training.output_dir / RESULTS, content)
         except OSError as error:

@@ -78,7 +78,7 @@ def evaluation_session(
 
     check: refuses the program's own flags before the folder is touched.
     """
-    with exit_on_setup_errors(parser) as set_up:
+    with exit_on_setup_errors(parser) as stack:
         # The other ranks wait while rank 0 counts up to four million files.
         process = distributed.init_process(args.device, timeout_minutes=240)
         if check is not None:
@@ -86,7 +86,7 @@ def evaluation_session(
         refuse_different_starts(parser, args)
         state_folder: Path | None = None  # whose run.json this rank writes
         if output_dir is not None:
-            output_dir = take_folder(output_dir, set_up)
+            output_dir = take_folder(output_dir, stack)
             is_own = read_json(output_dir / STATE).get("program", parser.prog) == parser.prog
             if process.is_main and is_own:
                 state_folder = output_dir

@@ -246,13 +246,10 @@ class Parser(FlagContainer, argparse.ArgumentParser):
         """Returns the value of a flag, before all are resolved."""
         return self.given.get(name, self.value_without_flag(name))
 
-    def flags_chosen(self) -> set[str]:
+    def flags_chosen(self) -> dict[str, Any]:
         """Returns the flags that the command sets, or that its recipe sets to another value than its default."""
-        chosen = set(self.given)
-        for name, value in self.recipe.items():
-            if value != self.get_default(name):
-                chosen.add(name)
-        return chosen
+        by_recipe = {name: value for name, value in self.recipe.items() if value != self.get_default(name)}
+        return by_recipe | self.given
 
     def refuse_unknown(self, words: Sequence[str]) -> NoReturn:
         """Ends the program, because it knows no flag to which these words belong."""

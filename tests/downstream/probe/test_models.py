@@ -12,8 +12,9 @@ from torch.testing import assert_close
 
 import main_pretrain
 import monitor
-from downstream.probe import models as models_probe
-from downstream.probe.models import AttentiveProbe, HeadGrid, LinearProbe, open_encoder, open_timm_model
+from downstream.probe import timm_encoders
+from downstream.probe.models import AttentiveProbe, HeadGrid, LinearProbe, open_encoder
+from downstream.probe.timm_encoders import open_timm_model
 from encoders.load import load_encoder
 from frameworks import registry
 from frameworks.teacher import Teacher
@@ -27,7 +28,7 @@ VIT = "vit_tiny_patch16_224"
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
-    monkeypatch.setattr("util.hub.can_reach_hub", lambda: False)
+    monkeypatch.setattr("downstream.probe.timm_encoders.can_reach_hub", lambda: False)
 
 
 def shake(model):
@@ -181,7 +182,7 @@ def test_weights_with_parts_that_the_model_lacks_are_refused(options, named, tmp
     """Of a ViT of two blocks. Its head of other classes is no such part."""
     create = timm.create_model
     sizes = {"img_size": 32, "depth": 2}
-    monkeypatch.replace_in(models_probe, "timm.create_model", partial(create, **sizes))
+    monkeypatch.replace_in(timm_encoders, "timm.create_model", partial(create, **sizes))
     plain = create(VIT, num_classes=7, **sizes).state_dict()
     torch.save(plain, tmp_path / "plain.pth")
     encoder = open_timm_model(VIT, str(tmp_path / "plain.pth"))
@@ -222,17 +223,17 @@ def test_heads_and_computed_buffers_of_timm_s_files_are_ignored(name):
     for key in whole:
         if "_bias_table" in key:
             ignored.add(key.replace("_bias_table", "_index"))
-    models_probe.refuse_other_network(network, list(ignored), "the file")
+    timm_encoders.refuse_other_network(network, list(ignored), "the file")
     part = next(key for key in ours if key.endswith("weight") and key.count(".") > 2)
     with pytest.raises(CheckpointError, match="has no .*_extra"):
-        models_probe.refuse_other_network(network, [f"{part}_extra"], "the file")
+        timm_encoders.refuse_other_network(network, [f"{part}_extra"], "the file")
 
 
 def open_small(monkeypatch, name, **options):
     """Opens a model of timm of these sizes. Returns (encoder, the network itself)."""
     torch.manual_seed(0)
     network = timm.create_model(name, num_classes=0, **options).eval()
-    monkeypatch.replace_in(models_probe, "timm.create_model", lambda *_, **__: network)
+    monkeypatch.replace_in(timm_encoders, "timm.create_model", lambda *_, **__: network)
     return open_timm_model(name), network
 
 
@@ -285,7 +286,7 @@ def test_pretrained_weights_of_timm_need_a_network(monkeypatch):
     def no_network(*_, **__):
         raise OSError("no route to host")
 
-    monkeypatch.replace_in(models_probe, "timm.create_model", no_network)
+    monkeypatch.replace_in(timm_encoders, "timm.create_model", no_network)
     with pytest.raises(ValueError, match="no route to host.*; without a network"):
         open_timm_model(VIT)
 

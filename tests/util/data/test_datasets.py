@@ -9,7 +9,7 @@ import pytest
 import torchvision
 
 from tests.conftest import write_photo
-from util.data import datasets
+from util.data import datasets, published
 from util.data import images as module
 from util.data.datasets import (
     AddressedDataset,
@@ -17,8 +17,9 @@ from util.data.datasets import (
     group_of,
     steps_per_epoch,
 )
-from util.data.images import CifarImages, FolderImages, evenly_spaced
+from util.data.images import FolderImages, evenly_spaced
 from util.data.open import open_images
+from util.data.published import CifarImages
 from util.data.transforms import RandomResizedCropFlip
 
 
@@ -71,7 +72,7 @@ def test_cifar_is_read_from_disk(tmp_path, monkeypatch):
 
     SmallCIFAR10.train_list = train_list
 
-    monkeypatch.replace_in(module, "torchvision.datasets.CIFAR10", SmallCIFAR10)
+    monkeypatch.replace_in(published, "torchvision.datasets.CIFAR10", SmallCIFAR10)
     images = CifarImages("cifar10", tmp_path)
     assert len(images) == 20
     assert images.labels.tolist() == [3, 1, 4, 1] * 5
@@ -86,7 +87,7 @@ def test_cifar_that_cannot_be_had_says_where_it_should_be(tmp_path, monkeypatch)
         def download(self):
             raise OSError("no route to host")
 
-    monkeypatch.replace_in(module, "torchvision.datasets.CIFAR100", NoNetwork)
+    monkeypatch.replace_in(published, "torchvision.datasets.CIFAR100", NoNetwork)
     with pytest.raises(ValueError, match="cifar100 is not in --data_path .*no route to host.*cifar-100-python"):
         CifarImages("cifar100", tmp_path)
 

@@ -92,7 +92,7 @@ def test_the_command_wins_over_the_recipe_and_the_recipe_over_defaults():
     assert not {"epochs", "output_dir", "eval", "hidden"} & parser.given.keys()
     expected = {"run": "here", "output_dir": "output/x", "epochs": 1, "eval": False, "hidden": "value"}
     assert vars(args) == given | expected
-    assert parser.flags_chosen() - {"run"} == given.keys() | {"epochs"}
+    assert parser.flags_chosen().keys() - {"run"} == given.keys() | {"epochs"}
     assert parser.get_default("epochs") == 3
 
 

@@ -2,15 +2,13 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import NoReturn, TextIO
+from contextlib import ExitStack, contextmanager
+from typing import NoReturn
 
 import torch
 
 from util import collectives
 from util.run.cli import TEMPORARY, Parser, with_dashes
-from util.run.files.lock import lock_folder
 from util.run.files.record import CheckpointError
 from util.run.processes import distributed
 from util.text import describe_owner
@@ -67,36 +65,19 @@ def is_full_gpu(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and ("out of memory" in text or "_ALLOC_FAILED" in text)
 
 
-class SetUp:
-    """The start of a program, until training begins. It holds the lock of the output folder."""
-
-    def __init__(self) -> None:
-        self.lock: TextIO | None = None  # on rank 0
-        self.is_over = False
-
-    def lock_folder(self, folder: Path) -> list[str]:
-        """Takes the folder until the program ends. For rank 0. Returns notes. Raises what `lock.lock_folder` raises."""
-        self.lock, notes = lock_folder(folder)
-        return notes
-
-    def end(self) -> None:
-        """From now on a ValueError is no error of the user."""
-        self.is_over = True
-
-
 @contextmanager
-def exit_on_setup_errors(parser: Parser) -> Iterator[SetUp]:
-    """Before training, a ValueError is the user's error. The process leaves the process group and exits."""
-    set_up = SetUp()
-    try:
-        yield set_up
-    except (ValueError, FloatingPointError, OSError, RuntimeError) as error:
-        if set_up.is_over or (isinstance(error, RuntimeError) and not is_full_gpu(error)):
-            raise
+def exit_on_setup_errors(parser: Parser) -> Iterator[ExitStack]:
+    """A ValueError inside is the user's error. The process leaves the process group and exits.
+
+    It yields a stack for what is to be closed at the end, such as the lock of the output folder.
+    """
+    with ExitStack() as stack:
         try:
-            refuse(parser, error, "; start the same command again" if isinstance(error, OSError) else "")
-        finally:
-            distributed.shut_down(after_error=True)
-    finally:
-        if set_up.lock is not None:
-            set_up.lock.close()
+            yield stack
+        except (ValueError, FloatingPointError, OSError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not is_full_gpu(error):
+                raise
+            try:
+                refuse(parser, error, "; start the same command again" if isinstance(error, OSError) else "")
+            finally:
+                distributed.shut_down(after_error=True)

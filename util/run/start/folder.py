@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -19,11 +19,10 @@ from util.code_version import code_version, source_hash
 from util.data.folders import refuse_inside_data
 from util.run.cli import Parser
 from util.run.files import checkpoint, search
-from util.run.files.lock import make_writable_folder
+from util.run.files.lock import lock_folder, make_writable_folder
 from util.run.files.record import CheckpointError, StartInfo
 from util.run.processes import distributed
 from util.run.processes.supervise import collective_timeout
-from util.run.start.errors import SetUp
 from util.text import shorten
 from util.urls import redact
 
@@ -31,15 +30,18 @@ from util.urls import redact
 LEFTOVERS = (".*.tmp-*", "attention/.*.tmp-*", ".shared-*")
 
 
-def take_folder(path: str | Path, set_up: SetUp) -> Path:
+def take_folder(path: str | Path, stack: ExitStack) -> Path:
     """Creates and locks the output folder of a program without checkpoints. All ranks must call it.
 
-    ValueError on all ranks if the folder cannot be written to or is in use by another process.
+    stack: frees the folder when it is closed. ValueError on all ranks if the folder cannot be written to or is in use
+    by another process.
     """
 
     def create_and_lock() -> Path:
         folder = make_writable_folder(path)
-        for note in set_up.lock_folder(folder):
+        file, notes = lock_folder(folder)
+        stack.enter_context(file)
+        for note in notes:
             print(note, flush=True)
         return folder
 
@@ -103,27 +105,6 @@ def adopt_unfinished(output_dir: str | Path) -> list[str]:
     return remarks
 
 
-@dataclass(frozen=True)
-class Start:
-    """One start of a run, in one process."""
-
-    program: str  # the main, for example "main_pretrain.py"
-    process: distributed.Process
-    output_dir: Path
-    resume_path: Path | None  # the checkpoint that the run continues from
-    origin: StartInfo
-
-    @property
-    def continues_here(self) -> bool:
-        """Whether the folder holds the checkpoint that the run continues from."""
-        return self.resume_path is not None and not self.began_elsewhere
-
-    @property
-    def began_elsewhere(self) -> bool:
-        """Whether the run starts at a checkpoint of another folder than its own."""
-        return self.resume_path is not None and self.resume_path.resolve().parent != self.output_dir.resolve()
-
-
 def join_processes(parser: Parser, args: argparse.Namespace) -> distributed.Process:
     """Joins the process group. ValueError on all ranks if they were started with other flags, code or torch."""
     minutes = collective_timeout(args.dist_timeout, distributed.may_compile(args.compile, args.device))
@@ -132,18 +113,11 @@ def join_processes(parser: Parser, args: argparse.Namespace) -> distributed.Proc
     return process
 
 
-def enter_folder(
-    program: str,
-    args: argparse.Namespace,
-    argv: Sequence[str] | None,
-    process: distributed.Process,
-    set_up: SetUp,
-) -> tuple[Start, list[str]]:
-    """Locks the output folder and finds the checkpoint to resume from. Returns (the start, remarks for the log).
+def enter_folder(args: argparse.Namespace, stack: ExitStack) -> tuple[Path, Path | None, list[str]]:
+    """Locks the output folder and finds the checkpoint to resume from. Returns (folder, checkpoint, remarks).
 
-    argv: the command line (default: this program's). ValueError if the folder lies inside the data, is not writable, is
-    in use by another run, or is not the same for all processes. With --check_data nothing that lies in the folder is
-    changed.
+    stack: frees the folder when it is closed. ValueError if the folder lies inside the data, is not writable, is in use
+    by another run, or is not the same for all processes. With --check_data nothing that lies in the folder is changed.
     """
 
     def check_folder() -> Path:
@@ -152,10 +126,10 @@ def enter_folder(
         return make_writable_folder(args.output_dir)
 
     output_dir = collectives.run_everywhere(check_folder)
-    origin = describe_start(program, argv)
 
     def lock_and_look() -> tuple[Path | None, list[str]]:
-        notes = set_up.lock_folder(output_dir)
+        file, notes = lock_folder(output_dir)
+        stack.enter_context(file)
         if not args.check_data:
             for pattern in LEFTOVERS:
                 for leftover in output_dir.glob(pattern):
@@ -165,13 +139,14 @@ def enter_folder(
 
     # Rank 0 chooses, so that all ranks resume from the same file.
     resume_path, remarks = collectives.run_on_rank0(lock_and_look)
-    if process.world_size > 1:
+    _, world_size = collectives.rank_and_world_size()
+    if world_size > 1:
         refuse_separate_folders(output_dir)
-    return Start(program, process, output_dir, resume_path, origin), remarks
+    return output_dir, resume_path, remarks
 
 
 def describe_start(program: str, argv: Sequence[str] | None) -> StartInfo:
-    """Returns code, command line and hosts of this start. All ranks must call it."""
+    """Returns code, command line and hosts of this start. All ranks must call it. argv: None for this program's."""
     words = [redact(word) for word in (sys.argv[1:] if argv is None else argv)]
     hosts = sorted(set(collectives.gather_objects(socket.gethostname())))
     return StartInfo(collectives.run_on_rank0(code_version), shlex.join([program, *words]), hosts)
@@ -224,12 +199,15 @@ def checkpoint_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     return weights + moments
 
 
-def check_space(start: Start, num_bytes: int) -> None:
-    """OSError if the disk has no space for the next checkpoints, which have `num_bytes` each. For rank 0."""
-    free = shutil.disk_usage(start.output_dir).free
-    needed = num_bytes  # each is complete before an older one is removed
-    if not start.continues_here:
+def check_space(output_dir: Path, num_bytes: int, holds_one: bool) -> None:
+    """OSError if the disk has no space for the next checkpoints, which have `num_bytes` each. For rank 0.
+
+    holds_one: whether the folder holds a checkpoint, which is removed once the next one is complete.
+    """
+    free = shutil.disk_usage(output_dir).free
+    needed = num_bytes
+    if not holds_one:
         needed += num_bytes
     if free < needed:
-        place = f"the disk of --output_dir {str(start.output_dir)!r} has {free / 1e6:.1f} MB free"
+        place = f"the disk of --output_dir {str(output_dir)!r} has {free / 1e6:.1f} MB free"
         raise OSError(f"{place}, but two checkpoints at a time take {num_bytes / 1e6:.1f} MB each: free some")

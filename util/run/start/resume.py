@@ -14,25 +14,24 @@ from util import collectives
 from util.run.cli import Change
 from util.run.files import checkpoint, search, strict
 from util.run.files.record import CheckpointError, CheckpointInfo, EncoderSource, RunInfo
-from util.run.start.folder import Start
 
 Settings = Mapping[str, Any]
 Changes = Mapping[str, Change]  # what each flag changes, by name
 
 
-def read_resumed(start: Start, total_batch_size: int) -> CheckpointInfo | None:
+def read_resumed(path: Path | None, program: str, total_batch_size: int) -> CheckpointInfo | None:
     """Returns what the checkpoint to resume says, or None for a new run.
 
-    ValueError if it belongs to another program, or if its steps had another total batch. CheckpointError if the file
-    cannot be resumed at all.
+    ValueError if it belongs to another program than `program`, or if its steps had another total batch. CheckpointError
+    if the file cannot be resumed at all.
     """
-    if start.resume_path is None:
+    if path is None:
         return None
-    info = checkpoint.read_info(start.resume_path)
+    info = checkpoint.read_info(path)
     if info.run is None or info.run.is_best:
-        raise holds_no_run(start.resume_path)
-    if info.run.program != start.program:
-        raise ValueError(f"{str(start.resume_path)!r} is a run of {info.run.program}, not of {start.program}")
+        raise holds_no_run(path)
+    if info.run.program != program:
+        raise ValueError(f"{str(path)!r} is a run of {info.run.program}, not of {program}")
     total_before = info.settings["total_batch_size"]
     if total_before != total_batch_size:
         raise ValueError(
@@ -184,7 +183,7 @@ def find_code_change(before: RunInfo, now: RunInfo) -> list[str]:
 
 
 def find_first_weights(
-    path: str | None, flag: str, start: Start, resumed: CheckpointInfo | None
+    path: str | None, flag: str, resumed: CheckpointInfo | None
 ) -> tuple[EncoderSource | None, list[str]]:
     """Returns (the checkpoint that the run begins with, or began with, notes). All ranks must call it.
 
@@ -193,7 +192,7 @@ def find_first_weights(
     given = collectives.run_on_rank0(lambda: find_encoder(path, resumed is not None, flag))
     if resumed is None:
         return given, []
-    return choose_encoder(resumed, given, start, flag)
+    return choose_encoder(resumed, given, flag)
 
 
 def find_encoder(path: str | None, is_resumed: bool, flag: str = "finetune") -> EncoderSource | None:
@@ -224,7 +223,7 @@ def identify_encoder(path: Path, info: CheckpointInfo) -> EncoderSource:
 
 
 def choose_encoder(
-    resumed: CheckpointInfo, given: EncoderSource | None, start: Start, flag: str
+    resumed: CheckpointInfo, given: EncoderSource | None, flag: str
 ) -> tuple[EncoderSource | None, list[str]]:
     """Returns (the encoder that the resumed run began with, notes).
 
@@ -245,6 +244,6 @@ def choose_encoder(
     if first is not None:
         began_with = f"{str(Path(first.path).resolve())!r}, SHA-256 {first.sha256[:8]}"
     raise ValueError(
-        f"--{flag} {str(Path(given.path).resolve())!r} has SHA-256 {given.sha256[:8]}, but the run of "
-        f"{str(start.resume_path)!r} began with {began_with}: choose another --output_dir"
+        f"--{flag} {str(Path(given.path).resolve())!r} has SHA-256 {given.sha256[:8]}, but the resumed run began with "
+        f"{began_with}: choose another --output_dir"
     )

@@ -23,11 +23,11 @@ from util.data.pixel_format import declares_invalid
 from util.data.statistics import Statistics, choose_statistics
 from util.run.cli import Parser
 from util.run.files import checkpoint
-from util.run.files.record import CheckpointInfo, DataInfo, EncoderSource, RunInfo
+from util.run.files.record import CheckpointInfo, DataInfo, EncoderSource, RunInfo, StartInfo
 from util.run.processes.distributed import Process, may_compile
 from util.run.processes.supervise import Watchdog, first_timeout
-from util.run.start.errors import SetUp, exit_on_setup_errors
-from util.run.start.folder import Start, check_space, checkpoint_bytes, enter_folder, join_processes
+from util.run.start.errors import exit_on_setup_errors
+from util.run.start.folder import check_space, checkpoint_bytes, describe_start, enter_folder, join_processes
 from util.run.start.plan import Plan, RunSchedule, decide_compilation, make_plan
 from util.run.start.resume import (
     find_changes,
@@ -59,17 +59,19 @@ class RunFacts:
 class Run:
     """One start of a run, in one process, before its model is there.
 
-    chosen: names of the flags that command or recipe set. resumed: what the checkpoint to resume says, None for a new
-    run. encoder_flag: name of the flag that gives the first weights. encoder: the checkpoint whose weights the run
-    begins with, or began with. notes: for the log, which opens later.
+    program: the main, for example "main_pretrain.py". resume_path: the checkpoint that the run continues from. resumed:
+    what it says, None for a new run. encoder_flag: name of the flag that gives the first weights. encoder: the
+    checkpoint whose weights the run begins with, or began with. notes: for the log, which opens later.
     """
 
     parser: Parser
     args: argparse.Namespace
-    chosen: set[str]
+    program: str
+    process: Process
     plan: Plan
-    start: Start
-    set_up: SetUp
+    output_dir: Path
+    resume_path: Path | None
+    origin: StartInfo
     watchdog: Watchdog
     resumed: CheckpointInfo | None
     encoder_flag: str
@@ -92,28 +94,31 @@ class Run:
     ) -> Iterator["Run"]:
         """Joins the processes, checks the flags, takes the folder and finds out what to resume.
 
-        Errors of the user inside this context end the program with one paragraph and an exit code: see `SetUp`.
+        Errors of the user inside this context end the program with one paragraph and an exit code.
         check: refuses the program's own flags before the folder is touched. default_batch_size, fitting_batch: see
         `make_plan`.
         """
-        with exit_on_setup_errors(parser) as set_up:
+        with exit_on_setup_errors(parser) as stack:
             process = join_processes(parser, args)
             patience = first_timeout(args.dist_timeout, may_compile(args.compile, args.device))
             with Watchdog(args.dist_timeout, patience, process.rank, Path(args.output_dir)) as watchdog:
                 watchdog.begin_phase("output folder")
                 plan = make_plan(args, process, default_batch_size, fitting_batch)
                 check(args, plan)
-                start, notes = enter_folder(program, args, argv, process, set_up)
-                resumed = read_resumed(start, plan.total_batch_size)
-                encoder, encoder_notes = find_first_weights(getattr(args, encoder_flag), encoder_flag, start, resumed)
+                output_dir, resume_path, notes = enter_folder(args, stack)
+                origin = describe_start(program, argv)
+                resumed = read_resumed(resume_path, program, plan.total_batch_size)
+                encoder, encoder_notes = find_first_weights(getattr(args, encoder_flag), encoder_flag, resumed)
                 watchdog.begin_phase("images")
                 yield cls(
                     parser=parser,
                     args=args,
-                    chosen=parser.flags_chosen(),
+                    program=program,
+                    process=process,
                     plan=plan,
-                    start=start,
-                    set_up=set_up,
+                    output_dir=output_dir,
+                    resume_path=resume_path,
+                    origin=origin,
                     watchdog=watchdog,
                     resumed=resumed,
                     encoder_flag=encoder_flag,
@@ -122,12 +127,14 @@ class Run:
                 )
 
     @property
-    def process(self) -> Process:
-        return self.start.process
+    def began_elsewhere(self) -> bool:
+        """Whether the run starts at a checkpoint of another folder than its own."""
+        return self.resume_path is not None and self.resume_path.resolve().parent != self.output_dir.resolve()
 
     @property
-    def output_dir(self) -> Path:
-        return self.start.output_dir
+    def continues_here(self) -> bool:
+        """Whether the folder holds the checkpoint that the run continues from."""
+        return self.resume_path is not None and not self.began_elsewhere
 
     @property
     def first_step(self) -> int:
@@ -135,10 +142,6 @@ class Run:
         if self.resumed is None or self.resumed.run is None:
             return 0
         return self.resumed.run.step
-
-    def unless_chosen(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the settings without those that the command or its recipe sets."""
-        return {name: value for name, value in settings.items() if name not in self.chosen}
 
     def note(self, *notes: str) -> None:
         """Keeps notes until the log opens."""
@@ -196,7 +199,7 @@ class Run:
         info = self.describe(images, optimizer, schedule, facts)
         if self.first_step < schedule.num_steps:
             num_bytes = checkpoint_bytes(model, optimizer)
-            collectives.run_on_rank0(lambda: check_space(self.start, num_bytes))
+            collectives.run_on_rank0(lambda: check_space(self.output_dir, num_bytes, self.continues_here))
         state: dict[str, Any] | None = None
         if self.resumed is not None:
             state = self._restore(self.resumed, info, model, optimizer)
@@ -212,7 +215,7 @@ class Run:
         if facts.val_images is not None:
             val_data = describe_data(facts.val_images)
         run = RunInfo(
-            program=self.start.program,
+            program=self.program,
             step=self.first_step,
             epoch=self.first_step / schedule.steps_per_epoch,
             world_size=self.process.world_size,
@@ -220,7 +223,7 @@ class Run:
             val_data=val_data,
             torch=torch.__version__,
             optimizer=type(optimizer).__name__,
-            origin=replace(self.start.origin, started_from=self._find_beginning()),
+            origin=replace(self.origin, started_from=self._find_beginning()),
             encoder=self.encoder,
             files=dict(facts.files),
         )
@@ -247,8 +250,8 @@ class Run:
 
     def _find_beginning(self) -> str | None:
         """Returns the checkpoint of another folder where the run began."""
-        if self.start.began_elsewhere:
-            return str(self.start.resume_path)
+        if self.began_elsewhere:
+            return str(self.resume_path)
         if self.resumed is None or self.resumed.run is None:
             return None
         return self.resumed.run.origin.started_from
@@ -257,10 +260,10 @@ class Run:
         self, resumed: CheckpointInfo, info: CheckpointInfo, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> dict[str, Any]:
         """Loads the checkpoint to resume. Returns its state of training."""
-        path = self.start.resume_path
+        path = self.resume_path
         assert path is not None
         flag_changes = self.parser.changes
-        changes = find_changes(resumed, info, flag_changes, self.chosen)
+        changes = find_changes(resumed, info, flag_changes, self.parser.flags_chosen())
         if not self.args.allow_changes:
             refuse_changes(changes, path)
         # Rank 0 has compared its hash in `enter_folder`. On other nodes one process does, since all read the same copy.

@@ -21,8 +21,8 @@ from util.run.files import checkpoint, search
 from util.run.files.record import CheckpointInfo
 from util.run.files.reports import write_progress, write_state
 from util.run.processes.supervise import SETUP_TIMEOUT
-from util.run.start.folder import Start
 from util.run.start.plan import RunSchedule
+from util.run.start.run import Run
 from util.run.train.loop import TrainLoop
 
 UNSAVED_SECONDS = 60.0  # of training that may be lost if the process is killed in work between steps
@@ -75,7 +75,7 @@ class CheckpointSaver:
     save_minutes, save_steps: a save is due so often, and whenever a checkpoint is to be kept for good; 0: never.
     """
 
-    start: Start
+    run: Run
     info: CheckpointInfo
     model: torch.nn.Module
     loop: TrainLoop
@@ -84,14 +84,14 @@ class CheckpointSaver:
     save_steps: int = 0
 
     def __post_init__(self) -> None:
-        self.output_dir = self.start.output_dir
+        self.output_dir = self.run.output_dir
         self.first_step = self.loop.step
         self.saved_steps = [self.first_step]  # resumed from, or written since; older ones may be pruned
         self.copies = HostCopies(self.loop.device)
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.writing: Write | None = None  # on rank 0, until `join` has seen how it ended
         self.began = time.monotonic()  # the last save
-        self.has_checkpoint = self.start.continues_here
+        self.has_checkpoint = self.run.continues_here
         self.num_failures = 0  # saves in a row
 
     def is_due(self) -> bool:
@@ -119,7 +119,7 @@ class CheckpointSaver:
 
     def count(self) -> float:
         """Returns 1 on rank 0 if it is time to save: see `AtReport`."""
-        return float(self.start.process.is_main and self.is_time())
+        return float(self.run.process.is_main and self.is_time())
 
     def report(self, total: float) -> None:
         """Saves if it is time."""
@@ -279,7 +279,7 @@ class CheckpointSaver:
         so they wait for rank 0.
         """
         is_data_lost = kind is not None and issubclass(kind, (LoaderError, ImageError))
-        if is_data_lost and self.start.process.world_size == 1 and self.is_at_whole_step():
+        if is_data_lost and self.run.process.world_size == 1 and self.is_at_whole_step():
             self.save(final=True)
         if kind is FloatingPointError:
             self.finish()

@@ -88,7 +88,6 @@ class Training:
         self.args = args
         self.plan = plan
         self.process = process
-        self.start = run.start
         self.output_dir = run.output_dir
         self.encoder = run.encoder
         self.model = model
@@ -98,7 +97,7 @@ class Training:
         self.info = info
         last_step = schedule.last_step(args.max_steps)
         writes_log = process.is_main and not args.check_data
-        if not run.start.continues_here and not args.check_data:
+        if not run.continues_here and not args.check_data:
             run.note(*collectives.run_on_rank0(lambda: set_aside_earlier_run(run.output_dir)))
         self.log = RunLog(run.output_dir, run.first_step, last_step, writes_log, schedule.steps_per_epoch)
         self.wrapped = wrap_model(model, args, plan, process, run.note)
@@ -108,7 +107,7 @@ class Training:
         if run.resumed is not None and state is not None:
             self.loop.load_state(state, run.first_step, run.resumed.settings["precision"])
         self.saver = CheckpointSaver(
-            run.start, info, model, self.loop, schedule, save_minutes=args.save_minutes, save_steps=args.save_steps
+            run, info, model, self.loop, schedule, save_minutes=args.save_minutes, save_steps=args.save_steps
         )
         save = partial(self.saver.save, final=True)
         bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info, before_error=save)
@@ -125,7 +124,7 @@ class Training:
     def announce(self, rows: dict[str, str]) -> None:
         """Writes the summary, all notes so far, and settings.json. rows: of the summary, about model and data."""
         plan = self.plan
-        origin = self.start.origin
+        origin = self.run.origin
         settings = self.info.settings
         processes = count_of(self.process.world_size, "process")
         if self.process.is_main and not self.args.check_data:
@@ -166,7 +165,6 @@ class Training:
             return True
         loop = self.loop
         with closing(open_batches(range(loop.step, loop.last_step))) as batches:
-            self.run.set_up.end()
             self.write_state("running")
             gc.freeze()  # garbage collection skips what exists now: of many ranks, some rank would always be in it
             try:
@@ -182,7 +180,7 @@ class Training:
             write_state(
                 self.output_dir,
                 state,
-                program=self.start.program,
+                program=self.run.program,
                 model=self.info.settings["model"],
                 step=self.loop.step,
                 last_step=self.schedule.num_steps,
@@ -323,10 +321,12 @@ def refuse_training_error(parser: Parser, error: Exception, saver: CheckpointSav
     elif not isinstance(error, (ImageError, FloatingPointError, OSError)):
         reason = f"{type(error).__name__}: {reason}"
         is_bug = True
-    if saver.start.process.is_main:
+    if saver.run.process.is_main:
         write_error_to_log(saver.output_dir, reason)
         if (saver.output_dir / STATE).exists():  # the folder may have gone
             write_state(saver.output_dir, "failed", step=saver.loop.step, why=reason)
+    if isinstance(error, ValueError) and is_bug:
+        raise RuntimeError(reason) from error  # before training, a ValueError is the user's
     if is_bug:
         raise error
     refuse(parser, error, saver.advice(error))

@@ -8,8 +8,6 @@ import main_pretrain
 from tests.runs import info_of_run, pretrain
 from util.run.files.checkpoint import save_checkpoint
 from util.run.files.record import CheckpointError, StartInfo
-from util.run.processes.distributed import Process
-from util.run.start.folder import Start
 from util.run.start.resume import find_changes, find_notes, read_resumed, restore
 
 SETTINGS = {
@@ -104,32 +102,30 @@ def test_a_recipe_that_gains_a_flag_does_not_change_a_run_silently(photos, tmp_p
     assert pretrain(*command, 2)["meta"]["settings"]["target"] == "pixels"
 
 
-def start(tmp_path, **parts):
-    """A start that resumes a checkpoint with the given JSON of a run."""
+def write_run(tmp_path, **parts):
+    """Returns the path of a checkpoint with the given JSON of a run."""
     meta = info_of_run(**parts).to_json()
-    path = save_checkpoint(tmp_path, 1, {"model": {"w": torch.zeros(1)}, "optimizer": {}}, meta)
-    process = Process(torch.device("cpu"))
-    return Start("main_pretrain.py", process, tmp_path, path, StartInfo("files 1", ""))
+    return save_checkpoint(tmp_path, 1, {"model": {"w": torch.zeros(1)}, "optimizer": {}}, meta)
 
 
 def test_a_checkpoint_of_another_version_is_refused(tmp_path):
-    found = start(tmp_path)
-    sidecar = found.resume_path.with_suffix(".json")
+    found = write_run(tmp_path)
+    sidecar = found.with_suffix(".json")
     content = json.loads(sidecar.read_text())
     del content["meta"]["origin"]
     sidecar.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="checkpoint-1.pth' was written by another version .*'origin'"):
-        read_resumed(found, 8)
+        read_resumed(found, "main_pretrain.py", 8)
 
 
 def test_best_weights_are_no_run(tmp_path):
-    best = start(tmp_path)
-    sidecar = best.resume_path.with_suffix(".json")
+    best = write_run(tmp_path)
+    sidecar = best.with_suffix(".json")
     content = json.loads(sidecar.read_text())
     content["meta"]["val"] = {"top1": 50.0}
     sidecar.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="holds weights but no run"):
-        read_resumed(best, 8)
+        read_resumed(best, "main_pretrain.py", 8)
 
 
 def test_nothing_said_means_results():
@@ -165,7 +161,7 @@ def test_a_restored_run_goes_on_as_the_one_that_was_saved(tmp_path):
         "scaler": {"scale": 4.0},
         "meter": {},
     }
-    path = save_checkpoint(tmp_path, 1, state, info_of_run().to_json())
+    return save_checkpoint(tmp_path, 1, state, info_of_run().to_json())
     make_a_step(model, optimizer)
     ours, our_optimizer = model_and_optimizer()
     assert restore(path, False, ours, our_optimizer) == {"scaler": {"scale": 4.0}, "meter": {}}

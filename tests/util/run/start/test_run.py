@@ -66,10 +66,9 @@ def test_one_process_of_each_node_hashes_the_checkpoint(monkeypatch, tmp_path, r
         monkeypatch.setattr(run_module, name, lambda *_: [])
     this = Namespace(
         process=Process(torch.device("cpu"), rank, 16, 8, local_rank),
-        start=Namespace(resume_path=tmp_path),
+        resume_path=tmp_path,
         args=Namespace(allow_changes=True),
-        chosen=set(),
-        parser=Namespace(changes={}),
+        parser=Namespace(changes={}, flags_chosen=dict),
         plan=None,
         first_step=0,
         note=lambda *_: None,

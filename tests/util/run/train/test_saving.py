@@ -52,9 +52,9 @@ def a_saver(folder, model=None, step=0, keep_every=1000, rank=0, world_size=1, l
     )
     loop.meter.add({"a": torch.ones(())}, torch.ones(()))
     process = Namespace(is_main=rank == 0, world_size=world_size)
-    start = Namespace(output_dir=folder, lock=lock, process=process, continues_here=continues)
+    run = Namespace(output_dir=folder, lock=lock, process=process, continues_here=continues)
     schedule = Namespace(keep_every=keep_every, num_steps=100, steps_per_epoch=10)
-    saver = CheckpointSaver(start, info_of_run(), model, loop, schedule, **how_often)
+    saver = CheckpointSaver(run, info_of_run(), model, loop, schedule, **how_often)
     loop.step = step
     return saver
 
@@ -311,10 +311,10 @@ def test_a_disk_without_space_for_the_checkpoints(tmp_path, monkeypatch, continu
     monkeypatch.replace_in(folder_module, "shutil.disk_usage", lambda path: usage)
     saver = a_saver(tmp_path, keep_every=25, continues=continues)
     if fits:
-        check_space(saver.start, 1_000_000)
+        check_space(saver.output_dir, 1_000_000, saver.has_checkpoint)
         return
     with pytest.raises(OSError, match=f"--output_dir .* has {free_mb} MB free"):
-        check_space(saver.start, 1_000_000)
+        check_space(saver.output_dir, 1_000_000, saver.has_checkpoint)
 
 
 def test_the_size_of_a_checkpoint_is_that_of_its_file(tmp_path):

@@ -4,12 +4,11 @@ import socket
 import threading
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 
-from util import hub
+from downstream.probe import timm_encoders
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Server:
@@ -38,11 +37,11 @@ class Server:
 )
 def test_one_request_says_whether_the_hub_is_there(monkeypatch, answer, is_reached):
     server = Server(answer)
-    constants = huggingface_hub.constants
-    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    assert hub.can_reach_hub() == is_reached
+    monkeypatch.replace_in(timm_encoders, "huggingface_hub.constants.ENDPOINT", server.endpoint)
+    monkeypatch.replace_in(timm_encoders, "huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    constants = timm_encoders.huggingface_hub.constants
+    assert timm_encoders.can_reach_hub() == is_reached
     assert server.num_connections == 1
-    with hub.hub_or_cache():
+    with timm_encoders.hub_or_cache():
         assert constants.HF_HUB_OFFLINE is not is_reached
     assert constants.HF_HUB_OFFLINE is False
