@@ -87,7 +87,7 @@ class Framework(nn.Module):
     needs_attention: ClassVar[bool] = False  # whether it draws tokens by attention alone (AMT)
     many_cls_tokens: ClassVar[bool] = False  # whether decoder and targets are made for more than one class token
     flags: tuple[Flag, ...] = ()
-    parts: ClassVar[tuple[str, ...]] = ("embed_visible",)  # that --compile compiles, see `util.run.train.wrap`
+    compiled_methods: ClassVar[tuple[str, ...]] = ("embed_visible",)
 
     def __init_subclass__(cls, **options: Any) -> None:
         """ValueError if a flag has the name of a method or attribute of the class: the flag's value would hide it."""
@@ -336,7 +336,7 @@ class PixelFramework(Framework):
     `patchify`.
     """
 
-    parts: ClassVar[tuple[str, ...]] = ("embed_visible", "forward_loss")
+    compiled_methods: ClassVar[tuple[str, ...]] = ("embed_visible", "forward_loss")
 
     def token_pixels(self, imgs: Tensor) -> Tensor:
         """Returns the pixels of each token [B, N, p*p*C]. GreenMIM's tokens are larger than its patches.

@@ -557,7 +557,7 @@ class VisionTransformer(Classifier, ViTEncoder):
     kwargs: arguments of `ViTEncoder`.
     """
 
-    parts = ("embed",)  # what --compile compiles beside blocks, see `util.run.train.wrap.compile_parts`
+    compiled_methods = ("embed",)  # beside blocks, see `util.run.train.wrap.compile_parts`
 
     def __init__(
         self,

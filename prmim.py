@@ -196,7 +196,7 @@ class ProgressiveDecoder(nn.Module):
     (Fig. 2a), or plain partial reconstruction if tokens are thrown (Fig. 2b).
     """
 
-    parts: tuple[str, ...] = ("embed_tokens", "predict")  # that --compile compiles, see `util.run.train.wrap`
+    compiled_methods: tuple[str, ...] = ("embed_tokens", "predict")
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ class SpatialAggregation(nn.Module):
     """
 
     APPLIES_TO = ("thrown", "all")
-    parts = ("forward",)
+    compiled_methods = ("forward",)
 
     def __init__(
         self,

@@ -173,7 +173,7 @@ def shifted_mask(grid_size: tuple[int, int], window: int, shift: int) -> Tensor:
 class PatchMerging(nn.Module):
     """Merges four neighbouring tokens into one token of twice the width."""
 
-    parts = ("forward",)
+    compiled_methods = ("forward",)
 
     def __init__(self, dim: int) -> None:
         super().__init__()

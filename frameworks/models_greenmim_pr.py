@@ -88,7 +88,7 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
     release = "GreenMIM"
     shared_visible = True
     flags = (DECODER_ORDER,)
-    parts = ("embed_units", "forward_loss")
+    compiled_methods = ("embed_units", "forward_loss")
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ class LocalMIMViT(Framework, ViTEncoder):
 
     release = "LocalMIM"
     method = Method(throw_ratio=0.65)
-    parts = ("embed_visible", "target", "token_loss", "group_loss")
+    compiled_methods = ("embed_visible", "target", "token_loss", "group_loss")
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class LocalMIMViT(Framework, ViTEncoder):
 class LocalDecoder(ProgressiveDecoder):
     """The decoder of one level: blocks, aggregation, norm, and a head that brings the tokens to the level's scale."""
 
-    parts = ("embed_tokens",)
+    compiled_methods = ("embed_tokens",)
 
     def predict(self, x: Tensor) -> Tensor:
         """Predicts the cells of each token, in raster order, from features [B, n, C]. Returns [B, n, cells * C']."""

@@ -28,7 +28,7 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
     """
 
     release = "MFF"
-    parts = (*MaskedAutoencoderViT.parts, "mix")
+    compiled_methods = (*MaskedAutoencoderViT.compiled_methods, "mix")
 
     def __init__(
         self,

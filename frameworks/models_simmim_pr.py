@@ -45,6 +45,14 @@ class SimMIM(PixelFramework):
         num_masked = math.ceil(num_units * self.method.mask_ratio)
         return num_units - num_masked
 
+    def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
+        """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
+        order = TokenOrder(ids_shuffle, self.counts)
+        patches = self.token_pixels(imgs)  # [B, N, p*p*C]
+        latent = self.forward_encoder(patches, order)  # [B, N, D], or of a Swin [B, cells, 8 D]
+        pred = self.forward_decoder(latent, order)  # [B, num_supervised, p*p*C]
+        return {"pixel": self.forward_loss(pred, imgs, patches, order)}
+
     def penalty(self, error: Tensor) -> Tensor:
         return error.abs()
 
@@ -74,14 +82,6 @@ class SimMIMOnViT(SimMIM):
     def encode_kept(self, tokens: Tensor, order: TokenOrder) -> Tensor:
         """Runs the encoder on the kept tokens [B, num_kept, D]. Returns [B, 1 + num_kept, D], class token first."""
         raise NotImplementedError
-
-    def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
-        """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
-        order = TokenOrder(ids_shuffle, self.counts)
-        patches = self.token_pixels(imgs)  # [B, N, p*p*C]
-        latent = self.forward_encoder(patches, order)  # [B, N, D]
-        pred = self.forward_decoder(latent, order)  # [B, num_supervised, p*p*C]
-        return {"pixel": self.forward_loss(pred, imgs, patches, order)}
 
     def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
         """Encodes the kept tokens and reconstructs the thrown ones, from all patches [B, N, p*p*C].
@@ -140,14 +140,6 @@ class SimMIMSwin(SimMIM, SwinEncoder):
         self.mask_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
         nn.init.trunc_normal_(self.mask_token, std=0.02)
         self.pred = nn.Linear(self.num_features, self.stride**2 * self.in_chans)
-
-    def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
-        """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
-        order = TokenOrder(ids_shuffle, self.counts)
-        patches = self.token_pixels(imgs)  # [B, N, p*p*C]
-        latent = self.forward_encoder(patches, order)  # [B, cells, 8 D]
-        pred = self.forward_decoder(latent, order)  # [B, num_supervised, p*p*C]
-        return {"pixel": self.forward_loss(pred, imgs, patches, order)}
 
     def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
         """Encodes visible patches and mask tokens. Returns the last stage's cells [B, cells, 8 D] in raster order."""

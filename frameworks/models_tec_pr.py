@@ -69,7 +69,7 @@ class TECViT(Framework, ViTEncoder):
 
     release = "TEC"
     flags = FLAGS
-    parts = ("embed_visible", "feature_loss", "attention_loss")
+    compiled_methods = ("embed_visible", "feature_loss", "attention_loss")
 
     def __init__(
         self,
@@ -337,7 +337,7 @@ class TECViT(Framework, ViTEncoder):
 class EncoderAdaptor(nn.Module):
     """Fuses the outputs of all blocks: a linear layer and an MLP for each group of neighbouring blocks, then a sum."""
 
-    parts = ("forward",)
+    compiled_methods = ("forward",)
 
     def __init__(self, dim: int, depth: int, num_adap: int, hidden_dim: int) -> None:
         super().__init__()

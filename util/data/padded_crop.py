@@ -1,13 +1,16 @@
 """MFF's crop for pre-training, `--crop padded`."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from util.addressed import AUGMENT, addressed_numbers
-from util.data.transforms import CropBox, Sides, Size, covering_size, mirror, resize
+from util.data.transforms import CropBox, Size, covering_size, mirror, resize
 from util.pos_embed import height_and_width
 
 
+@dataclass(frozen=True)
 class PaddedCropFlip:
     """MFF's pre-training augmentation, drawn from the sample's address: no random scale, no random aspect ratio.
 
@@ -15,21 +18,12 @@ class PaddedCropFlip:
     cut out, and flipped at random.
     """
 
+    size: Size
+    seed: int
+    interpolation: str = "bilinear"
+    reference: bool = False
+    hflip: bool = True
     padding = 4
-
-    def __init__(
-        self,
-        size: Sides,
-        seed: int,
-        interpolation: str = "bilinear",
-        reference: bool = False,
-        hflip: bool = True,
-    ) -> None:
-        self.size = height_and_width(size)
-        self.seed = seed
-        self.interpolation = interpolation
-        self.reference = reference
-        self.hflip = hflip
 
     def __call__(self, img: Tensor, epoch: int, index: int) -> Tensor:
         """Crops [C, H, W] (any strides). Returns [C, *size] of the same type, contiguous."""

@@ -115,7 +115,7 @@ def test_the_released_crop_reads_the_corner_of_the_map(tmp_path):
     assert shapes == {(2, 2), (3, 2), (2, 3), (3, 3)}
 
 
-@pytest.mark.parametrize("transform", [RandomResizedCropFlip(32, seed=3), PaddedCropFlip(32, seed=3)])
+@pytest.mark.parametrize("transform", [RandomResizedCropFlip(32, seed=3), PaddedCropFlip((32, 32), seed=3)])
 def test_a_view_is_what_the_transform_shows(transform):
     """The image is a ramp. The first and last pixels of the view tell where the view begins and ends."""
     flips = set()

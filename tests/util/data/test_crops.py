@@ -154,7 +154,7 @@ def test_padded_crop_is_a_window_of_the_resized_and_reflected_image():
             window = padded[:, top : top + 20, left : left + 20]
             place_of[window.numpy().tobytes()] = (top, left)
             place_of[window.flip(-1).numpy().tobytes()] = (top, left)
-    augment = PaddedCropFlip(20, seed=3)
+    augment = PaddedCropFlip((20, 20), seed=3)
     places = []
     for index in range(1000):
         crop = augment(img, 0, index)

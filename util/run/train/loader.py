@@ -7,7 +7,7 @@ from typing import Any
 
 from util.data.datasets import AddressedDataset, StepBatchSampler, steps_per_epoch
 from util.data.loader import Loader
-from util.data.transforms import RandomResizedCropFlip, with_vflip
+from util.data.transforms import RandomResizedCropFlip, Size, with_vflip
 from util.run.processes.distributed import Process
 from util.run.start.plan import Plan
 
@@ -66,7 +66,7 @@ class TrainLoader:
         )
 
 
-def make_augmentation(args: argparse.Namespace, img_size: Sequence[int]) -> Callable:
+def make_augmentation(args: argparse.Namespace, img_size: Size) -> Callable:
     """Returns the random crop and flips of the images of a pre-training."""
     options: dict[str, Any] = {
         "interpolation": args.interpolation,

@@ -120,7 +120,7 @@ def _pointwise_recomputed(block: nn.Module, *inputs: Any) -> Any:
 
 
 def compile_parts(model: nn.Module) -> None:
-    """Compiles each block, and each of the methods that modules name as their `parts`, as a graph of its own.
+    """Compiles each block, and each of the modules' `compiled_methods`, as a graph of its own.
 
     Equal blocks share one graph, so that a deep model compiles as fast as a shallow one. In DDP the gradients of a
     block are reduced while those of the block before it are computed. A part holds no block. Anything else, such as
@@ -135,7 +135,7 @@ def compile_parts(model: nn.Module) -> None:
         functions += [(block, "forward") for block in blocks_of(teacher)]
         modules.append(teacher)
     for module in modules:
-        functions += [(module, name) for name in getattr(module, "parts", ())]
+        functions += [(module, name) for name in getattr(module, "compiled_methods", ())]
     # Else compiled blocks that are recomputed drop paths by generators of their own, which no seed of a step reaches.
     torch._functorch.config.graphsafe_rng_functionalization = False
     config = torch._dynamo.config

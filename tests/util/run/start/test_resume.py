@@ -161,7 +161,7 @@ def test_a_restored_run_goes_on_as_the_one_that_was_saved(tmp_path):
         "scaler": {"scale": 4.0},
         "meter": {},
     }
-    return save_checkpoint(tmp_path, 1, state, info_of_run().to_json())
+    path = save_checkpoint(tmp_path, 1, state, info_of_run().to_json())
     make_a_step(model, optimizer)
     ours, our_optimizer = model_and_optimizer()
     assert restore(path, False, ours, our_optimizer) == {"scaler": {"scale": 4.0}, "meter": {}}
