@@ -1,19 +1,16 @@
 """List the runs in folders, a row each: program, model, step, state, last loss, kNN, score, and settings that differ.
 
     python scripts/list_runs.py output
-    python scripts/list_runs.py output --where "program=*finetune*" --where "model=vit_base*" --sort score --descending
-    python scripts/list_runs.py output --where state=failed --format json
+    python scripts/list_runs.py output --format json | jq '.[] | select(.state == "failed").run'
 
 A run leaves run.json in its folder, also in folders inside those of other runs. States: `running`: a process holds the
 folder; `interrupted`: it was killed; `stopped`: by a signal or --max_steps; `finished`; `failed`: with an error. The
 score is the best one of results.json, or else the last. The table shows the settings in which runs of a program differ.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ from util.run.cli import Parser, run_program, user_errors
 from util.run.files.lock import is_held
 from util.run.files.reports import STATE, read_json, read_reports
 from util.tables import markdown_table
-from util.text import close_to, printable
+from util.text import printable
 
 COLUMNS = ("run", "program", "model", "step", "last_step", "state", "why", "loss", "knn", "score", "measure", "time")
 MEASURES = ("val_top1", "val_miou", "val_box_ap")  # the score of a program; the first that is there
@@ -64,25 +61,8 @@ def find_runs(folders: Sequence[Path]) -> list[Row]:
     return list(found.values())
 
 
-def check_name(flag: str, name: str, rows: Sequence[Row]) -> None:
-    """ValueError unless a column, or a setting of a run, has this name."""
-    known = set(COLUMNS).union(*rows)
-    if name not in known:
-        raise ValueError(f"{flag}: no column or setting is called {name!r}{close_to(name, sorted(known))}")
-
-
-def matches(value: Any, wanted: str) -> bool:
-    """Whether a value is the wanted one: as a number, or as text with wildcards."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        try:
-            return float(wanted) == value
-        except ValueError:
-            return False
-    return fnmatchcase(text_of(value).lower(), wanted.lower())
-
-
 def text_of(value: Any) -> str:
-    """Returns a value as it is compared and shown."""
+    """Returns a value as it is shown."""
     if value is None:
         return ""
     if isinstance(value, float):
@@ -90,20 +70,6 @@ def text_of(value: Any) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value)
-
-
-def sort_key(value: Any) -> tuple[bool, float, str]:
-    """Numbers come before text."""
-    if isinstance(value, (int, float)):
-        return False, value, ""
-    return True, 0.0, text_of(value)
-
-
-def sorted_runs(rows: Sequence[Row], name: str, descending: bool) -> list[Row]:
-    """Returns the runs by a column or setting. Those without it come last."""
-    known = [row for row in rows if row.get(name) is not None]
-    unknown = [row for row in rows if row.get(name) is None]
-    return sorted(known, key=lambda row: sort_key(row[name]), reverse=descending) + unknown
 
 
 def differing_settings(row: Row, rows: Sequence[Row]) -> str:
@@ -121,21 +87,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser("list_runs.py", description=__doc__)
     flag = parser.add_argument
     flag("folders", nargs="+", type=Path, metavar="FOLDER", help="where runs are looked for")
-    text = "only runs with this value of a column or a setting, or with * and ? in it; may be repeated"
-    flag("--where", action="append", default=[], metavar="NAME=VALUE", help=text)
-    flag("--sort", metavar="NAME", help="sort by a column or a setting (default: by folder)")
-    flag("--descending", action=argparse.BooleanOptionalAction, default=False, help="sort from high to low")
     flag("--format", default="table", choices=("table", "json"), help="what is printed")
     args = parser.parse_args(argv)
     with user_errors(parser):
         rows = find_runs(args.folders)
-        for condition in args.where:
-            name, _, wanted = condition.partition("=")
-            check_name("--where", name, rows)
-            rows = [row for row in rows if matches(row.get(name), wanted)]
-        if args.sort is not None:
-            check_name("--sort", args.sort, rows)
-            rows = sorted_runs(rows, args.sort, args.descending)
     if args.format == "json":
         print(json.dumps(rows, indent=1))
         return

@@ -1,4 +1,4 @@
-"""The list of runs: tiny runs of several programs in every state, damaged files, and what chooses and sorts rows."""
+"""The list of runs: tiny runs of several programs in every state, and damaged files."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 from downstream.probe import main_probe
 from scripts import list_runs
 from tests import runs
-from tests.runs import evaluation, finetune, pretrain, refused, reports
+from tests.runs import evaluation, finetune, pretrain, reports
 from util.run.files.reports import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,10 +30,10 @@ def output(labelled, tmp_path_factory):
     return root
 
 
-def rows_of(capsys, folder, *flags):
-    """{folder relative to the first argument: its row}, in order."""
+def rows_of(capsys, folder):
+    """{folder relative to `folder`: its row}"""
     capsys.readouterr()
-    list_runs.main([str(word) for word in (folder, *flags, "--format", "json")])
+    list_runs.main([str(folder), "--format", "json"])
     return {os.path.relpath(row["run"], folder): row for row in json.loads(capsys.readouterr().out)}
 
 
@@ -106,20 +106,3 @@ def test_a_damaged_folder_has_a_row(output, content, tmp_path, capsys):
             row = row_of(capsys, folder)
             assert row["step"] == 6
             assert (row["measure"] == "top1") == (name != "results.json")
-
-
-def test_rows_are_chosen_and_sorted_by_columns_and_settings(output, capsys):
-    def names(*flags):
-        return list(rows_of(capsys, output, *flags))
-
-    assert names("--where", "program=*pretrain*") == ["mae", "prmim"]
-    assert names("--where", "throw_ratio=.50") == ["prmim"]
-    assert names("--where", "hflip=true", "--where", "seed=3") == ["prmim"]
-    assert names("--where", "state=failed") == []
-    assert names("--sort", "step", "--where", "program=*train*") == ["prmim", "mae"]
-    assert names("--sort", "step", "--descending")[-3:] == ["prmim", "probed", "scored"]
-
-
-@pytest.mark.parametrize("flags", [["--where", "sed=3"], ["--sort", "los"]])
-def test_an_unknown_name_is_refused(output, flags, capsys):
-    assert flags[0] in refused(capsys, list_runs.main, output, *flags)

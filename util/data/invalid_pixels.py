@@ -6,7 +6,7 @@ could be kept free for them: a crop interpolates, and may return any.
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
@@ -26,14 +26,12 @@ class InvalidPixels:
 
     nodata: value of invalid pixels of a band, in the unit of the files. If anything is declared, NaN is another one.
     mask_band: number of the band, from 0, that is 0 at invalid pixels; -1 is the last one. It is no channel of images.
-    bands: the channels that files hold which lack some, one tuple for each number of bands. used: the names of those
-    that have marked a pixel.
+    bands: the channels that files hold which lack some, one tuple for each number of bands.
     """
 
     nodata: float | None = None
     mask_band: int | None = None
     bands: tuple[tuple[int, ...], ...] = ()
-    used: set[str] = field(default_factory=set, compare=False)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> "InvalidPixels":
@@ -146,14 +144,10 @@ class InvalidPixels:
         if self.mask_band is not None:
             invalid = array[:, :, [self.mask_band]] == 0
             array = np.delete(array, self.mask_band, axis=2)
-            if invalid.any():
-                self.used.add("mask_band")
         if self.nodata is not None:
             is_nodata = array == array.dtype.type(self.nodata)
             if np.isnan(self.nodata):
                 is_nodata = np.isnan(array)
-            if is_nodata.any():
-                self.used.add("nodata")
             invalid = invalid | is_nodata
         if array.dtype.kind == "f":
             invalid = invalid | np.isnan(array)
@@ -163,7 +157,6 @@ class InvalidPixels:
         for channels in self.bands:
             if len(channels) == array.shape[2]:
                 held = channels
-                self.used.add("bands")
         if held is None and not invalid.any():
             return np.ascontiguousarray(array)
         image = array.astype(np.float32)

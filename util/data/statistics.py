@@ -19,14 +19,14 @@ PixelSettings = Mapping[str, Any]  # "pixels": the type, "mean", "std"; see `che
 
 
 class Measurement(NamedTuple):
-    """What was measured on images. remarks: on declared marks of invalid pixels that were not found."""
+    """What was measured on images. remarks: if declared marks of invalid pixels were not found."""
 
     statistics: Statistics
     num_images: int
     remarks: list[str]
 
 
-def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
+def measure_statistics(images: Images) -> Measurement:
     """Measures the mean and standard deviation of each channel over all valid pixels of evenly spaced images.
 
     In float64. Those of integers are fractions of the full range. Unreadable images are skipped. ValueError if a
@@ -34,7 +34,8 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
     """
     num_channels = images.pixel_format.channels
     moments: list[np.ndarray] = []  # of each image: number, mean and sum of squared deviations of each channel [3, C]
-    indices = evenly_spaced(len(images), num_images).tolist()
+    are_all_valid = True
+    indices = evenly_spaced(len(images), SAMPLE).tolist()
     for i in indices:
         try:
             img = images.load(i)[0]
@@ -43,6 +44,7 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
         assert img.shape[2] == num_channels  # `load` returns the image alone
         pixels = img.reshape(-1, num_channels).astype(np.float64)
         valid = ~np.isnan(pixels)
+        are_all_valid = are_all_valid and bool(valid.all())
         number = valid.sum(axis=0)
         mean = np.where(valid, pixels, 0).sum(axis=0) / np.maximum(number, 1)
         squares = np.square(np.where(valid, pixels - mean, 0)).sum(axis=0)
@@ -65,15 +67,8 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
         problem = f"channel {constant} (counted from 0) is constant in {num_read} images of {images.root}"
         raise ValueError(f"{problem}: remove it, or give --mean and --std")
     remarks: list[str] = []
-    if images.invalid is not None:
-        for flag in str(images.invalid).split("--")[1:]:
-            if flag.split()[0] not in images.invalid.used:
-                remarks.append(f"note: --{flag.strip()} marks no pixel of the {num_read} measured images")
-    # Of values from 0 to M, the variance is at most mean * (M - mean), and only 0 and M reach it.
-    is_mask = np.isclose(std**2, mean * (np.array([[1], [255]]) - mean), atol=0).any(axis=0)
-    if is_mask.any():
-        masks = shorten([str(c) for c in np.flatnonzero(is_mask)], 10)
-        remarks.append(f"note: channel {masks} (counted from 0) has two values alone: is it a mask (--mask_band)?")
+    if images.invalid is not None and are_all_valid:
+        remarks.append(f"note: {images.invalid} marks no pixel of the {num_read} measured images")
     full_range = images.pixel_format.full_range
     statistics = ((mean / full_range).tolist(), (std / full_range).tolist())
     return Measurement(statistics, num_read, remarks)

@@ -46,8 +46,8 @@ class ResultsFile:
     """The results of a program in parts, of which each is saved once it is finished. All ranks hold the same.
 
     checkpoint, sha256: path and hash of the weights. settings: what else the results depend on. summarise: returns
-    further entries of the file, which follow from the parts. sources: {part: its data}, for parts
-    whose data may change. ValueError if the file holds results of another model or of other data.
+    further entries of the file, which follow from the parts. ValueError if the file holds results of another model or
+    of other settings.
     """
 
     def __init__(
@@ -57,14 +57,13 @@ class ResultsFile:
         sha256: str,
         settings: Mapping[str, Any],
         summarise: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-        sources: Mapping[str, str] = {},
     ) -> None:
         self.path = path
         self.checkpoint = checkpoint
         self.sha256 = sha256
         self.summarise = summarise
         self.settings: dict[str, Any] = json.loads(json.dumps(settings))  # as the file holds them
-        self.parts: dict[str, Any] = collectives.run_on_rank0(lambda: self._read(sources))
+        self.parts: dict[str, Any] = collectives.run_on_rank0(self._read)
 
     @property
     def content(self) -> dict[str, Any]:
@@ -92,7 +91,7 @@ class ResultsFile:
             write_json(self.path, self.content)
             write_progress(self.path.parent, len(self.parts))
 
-    def _read(self, sources: Mapping[str, str]) -> dict[str, Any]:
+    def _read(self) -> dict[str, Any]:
         """Returns the parts that an earlier start has finished."""
         if not self.path.exists():
             return {}
@@ -101,10 +100,6 @@ class ResultsFile:
             parts = content["parts"]
             before = {"checkpoint": content["sha256"], **content["settings"]}
             now = {"checkpoint": self.sha256, **self.settings}
-            for name in sources:
-                if name in parts:
-                    before[name] = parts[name]["source"]
-                    now[name] = sources[name]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{str(self.path)!r} is no result of this program ({error!r}); choose another --output_dir"

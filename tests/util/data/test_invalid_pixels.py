@@ -358,28 +358,6 @@ def test_a_mark_that_no_measured_image_has_is_said(tmp_path, nodata, is_found):
     assert not (is_found and others)
 
 
-@pytest.mark.parametrize(("nodata", "unused"), [(0.0, "--mask_band"), (65535.0, "--nodata"), (7.0, "")])
-def test_each_mark_is_looked_for_by_itself(tmp_path, nodata, unused):
-    arrays = [pixels(5, "uint16", seed=i).clip(1, 65534) for i in range(3)]
-    arrays[0][:2, :, 0] = nodata if nodata < 65535 else 1
-    arrays[1][3, 3, 4] = 0 if nodata else 1
-    declared = InvalidPixels(nodata, mask_band=-1)
-    images = open_images("folder", save_arrays(tmp_path, *arrays), in_chans=4, invalid=declared)
-    found = [note.split()[1] for note in measure_statistics(images).remarks]
-    assert found == [unused][: bool(unused)]
-
-
-@pytest.mark.parametrize("highest", [1, 255])
-def test_a_mask_that_is_read_as_a_channel_is_said(tmp_path, highest):
-    arrays = [pixels(3, "uint16", seed=i) for i in range(3)]
-    assert not measure_statistics(open_images("folder", save_arrays(tmp_path, *arrays))).remarks
-    for array in arrays:
-        array[:, :, 1] = highest * (array[:, :, 1] % 3 == 0)
-    (note,) = measure_statistics(open_images("folder", save_arrays(tmp_path, *arrays))).remarks
-    assert "channel 1 " in note
-    assert "--mask_band" in note
-
-
 def test_a_nodata_tag_that_no_flag_declares_is_said(tmp_path):
     tifffile = pytest.importorskip("tifffile")
     tag = (42113, "s", 0, "7", True)

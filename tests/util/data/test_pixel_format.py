@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from prmim import MaskCollator, TokenCounts, TokenOrderSampler
 from scripts import pack_dataset
 from tests.util.data.test_decode import deep_colour_png
-from util.data import pixel_format
+from util.data import pixel_format, statistics
 from util.data.attention_maps import Squash
 from util.data.datasets import AddressedDataset
 from util.data.images import FolderImages, ImageError
@@ -455,7 +455,7 @@ def test_normalisation_equals_float64(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("number", "chosen"), [(256, range(9)), (3, (0, 4, 8))])
-def test_statistics_equal_a_loop_in_float64(tmp_path, dtype, number, chosen):
+def test_statistics_equal_a_loop_in_float64(tmp_path, monkeypatch, dtype, number, chosen):
     arrays = []
     for i in range(9):
         array = pixels(3, dtype, size=(20 + i, 30), seed=i)
@@ -465,7 +465,8 @@ def test_statistics_equal_a_loop_in_float64(tmp_path, dtype, number, chosen):
     images = open_images("folder", save_arrays(tmp_path, *arrays))
     chosen_arrays = [arrays[i].reshape(-1, 3) for i in chosen]
     values = np.concatenate(chosen_arrays).astype(np.float64) / UNIT[dtype]
-    (mean, std), count, _ = measure_statistics(images, number)
+    monkeypatch.setattr(statistics, "SAMPLE", number)
+    (mean, std), count, _ = measure_statistics(images)
     assert count == len(chosen)
     np.testing.assert_allclose(mean, values.mean(axis=0), rtol=1e-12)
     np.testing.assert_allclose(std, values.std(axis=0), rtol=1e-9)
