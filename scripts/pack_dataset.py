@@ -1,7 +1,6 @@
 """Packs millions of small image files into tar shards, which `--data_path` reads in place.
 
     python scripts/pack_dataset.py IMAGENET IMAGENET_TARS --workers 16
-    python scripts/pack_dataset.py --verify IMAGENET_TARS
     python main_pretrain.py --recipe prmim50_vit_base_800ep --data_path IMAGENET_TARS
 
 IMAGENET is a folder as `--data_path` takes it. Each of its train/ and val/ (or the folder itself) becomes
@@ -12,7 +11,7 @@ training on the folder bit for bit. `--quality 90` encodes the images again, as 
 of the bytes and faster to decode, but with other pixels. `--shorter_side 384` makes larger images smaller before.
 
 If it is stopped, the same command continues with the missing shards. It also writes shards again that are missing or
-were cut. Other data in IMAGENET_TARS is not overwritten. `--verify` compares each shard with its SHA-256.
+were cut. Other data in IMAGENET_TARS is not overwritten. Training compares each image with its CRC-32 in the index.
 """
 
 import argparse
@@ -58,7 +57,6 @@ from util.data.tars import (
 from util.data.workers import ignore_in_worker
 from util.host import available_cores
 from util.run.cli import Parser, run_program, user_errors
-from util.run.files.search import sha256
 from util.run.start.flags import add_invalid_flags
 from util.text import count_of, printable
 
@@ -116,7 +114,7 @@ def pack_shard(path: Path, manifest: Manifest) -> tuple[dict[str, Any], Rows]:
         rows = scan_tar(path).rows
     rows["name"] = encoded_names(manifest["names"])
     rows[CHECKSUM] = checksums(path, rows)
-    return {"name": path.name, "size": path.stat().st_size, "sha256": sha256(path)}, rows
+    return {"name": path.name, "size": path.stat().st_size}, rows
 
 
 def write_shard(images: FolderImages, path: Path, manifest: Manifest) -> None:
@@ -202,18 +200,6 @@ def pack_split(images: FolderImages, folder: Path, args: argparse.Namespace) -> 
     print(f"{folder}: {packed_images}, {gigabytes:.2f} GB in {count_of(len(tars), 'shard')}")
 
 
-def verify_split(folder: Path, num_threads: int) -> None:
-    """ValueError if a shard is damaged."""
-    images = TarImages(folder / INDEX, LocalTars(folder))
-    tars = images.content["tars"]
-    with ThreadPoolExecutor(num_threads) as pool:
-        digests = pool.map(lambda tar: sha256(folder / tar["name"]), tars)
-        for tar, digest in zip(tars, tqdm(digests, total=len(tars), unit="shard", desc=str(folder)), strict=True):
-            if digest != tar["sha256"]:
-                raise ValueError(f"{str(folder / tar['name'])!r} is damaged: remove it and pack again")
-    print(f"{folder}: {count_of(len(images), 'image')} of {count_of(len(images.classes), 'class')} are what was packed")
-
-
 def find_sources(source: str) -> dict[str, SplitFiles]:
     """Returns {folder in DESTINATION: what is packed there}: train and val, or "." for all of SOURCE."""
     found: dict[str, SplitFiles] = {}
@@ -239,20 +225,14 @@ def open_source(files: SplitFiles, args: argparse.Namespace) -> FolderImages:
 
 
 def run(args: argparse.Namespace) -> None:
-    destination = Path(args.folders[-1])
-    if args.verify:
-        packed = [split for split in ("train", "val") if (destination / split / INDEX).exists()]
-        for split in packed or ["."]:
-            verify_split(destination / split, args.workers)
-        return
-    for split, files in find_sources(args.folders[0]).items():
-        pack_split(open_source(files, args), destination / split, args)
+    for split, files in find_sources(args.source).items():
+        pack_split(open_source(files, args), args.destination / split, args)
 
 
 def get_args_parser() -> Parser:
     parser = Parser("pack_dataset.py", description=__doc__)
-    folders = "SOURCE (class folders, or train/ and val/ with class folders) and DESTINATION"
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help=folders)
+    parser.add_argument("source", metavar="SOURCE", help="class folders, or train/ and val/ with class folders")
+    parser.add_argument("destination", metavar="DESTINATION", type=Path, help="folder of the shards")
     parser.add_argument("--shard_mb", type=int, default=1000, at_least=1, help="megabytes of files in a shard")
     parser.add_argument(
         "--quality", type=int, at_least=1, help="encode again as JPEG of this quality (default: keep the files' bytes)"
@@ -263,15 +243,12 @@ def get_args_parser() -> Parser:
     parser.add_argument("--in_chans", type=int, default=3, at_least=1, help="channels of the images")
     add_invalid_flags(parser.add_argument_group("invalid pixels, as in training"))
     parser.add_argument("--workers", type=int, default=available_cores(), at_least=1, help="processes")
-    parser.add_argument("--verify", action="store_true", help="compare the shards in DESTINATION with their hashes")
     return parser
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = get_args_parser()
     args = parser.parse_args(argv)
-    if len(args.folders) != (1 if args.verify else 2):
-        parser.error(f"give SOURCE and DESTINATION, or --verify DESTINATION alone, got {', '.join(args.folders)}")
     if args.shorter_side is not None and args.quality is None:
         parser.error(f"--shorter_side {args.shorter_side} encodes images again: give --quality, too")
     with user_errors(parser):

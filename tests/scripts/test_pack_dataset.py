@@ -194,8 +194,6 @@ def test_training_on_packed_data_is_training_on_the_folder(photos, packed, tmp_p
     [
         (["nowhere", "out"], "SOURCE"),
         (["tars", "out"], "SOURCE"),
-        (["--verify", "nowhere"], INDEX),
-        (["--verify", "tars", "out"], "--verify"),
         (["tars"], "DESTINATION"),
     ],
 )
@@ -254,15 +252,11 @@ def test_packing_continues_where_it_was_stopped(photos, tmp_path, small_shards, 
 
 
 def damage(path, how):
-    data = bytearray(path.read_bytes())
     if how == "gone":
         path.unlink()
         return
-    if how == "short":
-        del data[len(data) // 2 :]
-    elif how == "flip":
-        data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
 
 
 @pytest.mark.parametrize("how", ["short", "gone"])
@@ -302,12 +296,6 @@ def test_a_broken_file_stops_the_packing(photos, tmp_path, inline, monkeypatch, 
     broken.write_bytes(b"hello")
     monkeypatch.setattr(FolderImages, "check", lambda self: None)
     assert str(broken) in refused(capsys, tmp_path / "photos", tmp_path / "packed")
-
-
-def test_verify_finds_one_flipped_bit(photos, packed, capsys):
-    pack("--verify", packed.parent)
-    damage(packed / "shard-000002.tar", "flip")
-    assert "shard-000002.tar" in refused(capsys, packed.parent, "--verify")
 
 
 # ------------------------------------------------------------------------------------------------- reading the shards
