@@ -45,7 +45,7 @@ def rank_and_world_size() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def settle_threads() -> None:
+def wait_for_threads() -> None:
     """Lets the threads of gloo or NCCL release the tensors of finished collectives.
 
     They need the GIL for it, and sleeping hands it over. It is needed before the process ends, where gloo may abort

@@ -100,7 +100,7 @@ class Loader:
         if self.num_workers == 0:
             return iter(self.source)
         others = set(multiprocessing.active_children())
-        collectives.settle_threads()
+        collectives.wait_for_threads()
         stream = iter(self.source)
         kill_at_exit(set(multiprocessing.active_children()) - others)
         if self.slots is not None:

@@ -244,7 +244,7 @@ def shut_down(after_error: bool = False) -> None:
     after_error: of this process, maybe not of the others. To leave an NCCL group would then wait for them, so the group
     is left as it is, see `util.run.cli.run_program`.
     """
-    collectives.settle_threads()
+    collectives.wait_for_threads()
     if dist.is_initialized() and not (after_error and dist.get_backend() == "nccl"):
         dist.destroy_process_group()
 

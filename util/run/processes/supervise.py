@@ -19,8 +19,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,7 +38,7 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Context manager that handles signals. Every rank calls `agreed` once per step, and then `settle` or `finish`.
+    """Context manager that handles signals. Every rank calls `agreed` once per step, and then `wait` or `finish`.
 
     Further signals change nothing: SLURM sends TERM twice, and a second one must not end the save. Only SIGQUIT, which
     is not handled, ends the process at once.
@@ -94,7 +94,7 @@ class StopSignal:
         """
         if not dist.is_initialized() and self.device.type != "cuda":
             return self.name is not None
-        stop = self.settle()  # on a single GPU, too: so the host never runs far ahead, and its waits are measured
+        stop = self.wait()  # on a single GPU, too: so the host never runs far ahead, and its waits are measured
         self.pending = self._start_copy(num_asked)
         return stop
 
@@ -107,7 +107,7 @@ class StopSignal:
         event.record()
         return event.synchronize, copy
 
-    def settle(self) -> bool:
+    def wait(self) -> bool:
         """Waits for the flags of the last step and returns whether any was set. To be called at the end."""
         if self.pending is None:
             return False
@@ -121,7 +121,7 @@ class StopSignal:
 
         A batch system may send these while the process ends. They would kill it, or make submitit requeue the job.
         """
-        self.settle()
+        self.wait()
         for number in {signal.SIGUSR1, signal.SIGUSR2} & self.previous.keys():
             self.previous[number] = signal.SIG_IGN
 
@@ -148,10 +148,10 @@ def collective_timeout(dist_timeout: float, compiles: bool) -> float:
 
 
 class Watchdog(threading.Thread):
-    """Context manager: ends this process if `heartbeat` is not called for `limit` seconds after its first call.
+    """Context manager: ends this process if it takes longer than agreed from one `heartbeat` to the next.
 
-    `limit` is `first` until `end_first_steps`, then `timeout`; longer in the set-up and in a save. folder: of the log
-    that gets the reason.
+    timeout: seconds, unless a heartbeat asks for more. first: seconds of the first steps, see `first_timeout`. folder:
+    of the log that gets the reason.
     """
 
     def __init__(self, timeout: float, first: float, rank: int = 0, folder: Path | None = None) -> None:
@@ -165,37 +165,16 @@ class Watchdog(threading.Thread):
         self.since: float | None = None  # the last heartbeat
         self.stopped = threading.Event()
 
-    def heartbeat(self, phase: str) -> None:
-        """Tells what this process begins to do. Cheap: two assignments."""
+    def heartbeat(self, phase: str, at_least: float = 0.0) -> None:
+        """Tells what this process begins to do, and the seconds that it may take, if more than the time-out."""
         self.phase = phase
-        self.since = time.monotonic()
+        self.since = time.monotonic()  # before the limit, so that a lower one does not end the process now
+        self.limit = max(self.timeout, at_least)
 
-    def begin_phase(self, name: str) -> None:
+    def set_up(self, name: str) -> None:
         """Tells what the set-up does next. A single process is not watched: it may load data for hours."""
         if dist.is_initialized():
-            self.limit = max(SETUP_TIMEOUT, self.timeout)
-            self.heartbeat(f"setting up: {name}")
-
-    def begin_training(self) -> None:
-        """Ends the set-up."""
-        self.heartbeat("beginning to train")
-        self.limit = self.first
-
-    def end_first_steps(self) -> None:
-        """Tells that all processes have made a whole step."""
-        self.limit = self.timeout
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Context of waiting until a checkpoint is written."""
-        before = self.limit
-        self.limit = max(before, SETUP_TIMEOUT)
-        self.heartbeat("waiting for a checkpoint to be written")
-        try:
-            yield
-        finally:
-            self.heartbeat("between two steps")
-            self.limit = before
+            self.heartbeat(f"setting up: {name}", SETUP_TIMEOUT)
 
     def __enter__(self) -> "Watchdog":
         self.start()

@@ -42,7 +42,7 @@ def refuse(parser: Parser, error: Exception, advice: str = "") -> NoReturn:
     if isinstance(error, PermissionError):
         advice = ""
     message = describe_error(parser, error)
-    collectives.settle_threads()
+    collectives.wait_for_threads()
     parser.exit(exit_code(error), f"{parser.prog}: error: {message}{advice}\n")
 
 

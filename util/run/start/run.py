@@ -102,14 +102,14 @@ class Run:
             process = join_processes(parser, args)
             patience = first_timeout(args.dist_timeout, may_compile(args.compile, args.device))
             with Watchdog(args.dist_timeout, patience, process.rank, Path(args.output_dir)) as watchdog:
-                watchdog.begin_phase("output folder")
+                watchdog.set_up("output folder")
                 plan = make_plan(args, process, default_batch_size, fitting_batch)
                 check(args, plan)
                 output_dir, resume_path, notes = enter_folder(args, stack)
                 origin = describe_start(program, argv)
                 resumed = read_resumed(resume_path, program, plan.total_batch_size)
                 encoder, encoder_notes = find_first_weights(getattr(args, encoder_flag), encoder_flag, resumed)
-                watchdog.begin_phase("images")
+                watchdog.set_up("images")
                 yield cls(
                     parser=parser,
                     args=args,
@@ -154,7 +154,7 @@ class Run:
         """
         if self.resumed is not None:
             return
-        self.watchdog.begin_phase("first weights")
+        self.watchdog.set_up("first weights")
         if self.encoder is not None:
             path = self.encoder.path
             self.note(f"encoder from {path}: {load(path)}", *self.encoder.warnings())
@@ -175,7 +175,7 @@ class Run:
                 self.note(*note_on_encoder(encoder, vars(self.args)))
         statistics, notes = choose_statistics((self.args.mean, self.args.std), images, resumed, encoder)
         self.note(*notes)
-        self.watchdog.begin_phase("model")
+        self.watchdog.set_up("model")
         return statistics
 
     def restore(
@@ -191,7 +191,7 @@ class Run:
         Returns (what a checkpoint of now would say, the rest of the checkpoint's state of training). ValueError if
         flags or data have changed in a way that changes the results, unless --allow_changes.
         """
-        self.watchdog.begin_phase("checkpoint")
+        self.watchdog.set_up("checkpoint")
         collectives.refuse_differences(facts.files, "model")
         stored = None if self.resumed is None else self.resumed.settings.get("compile")
         compiles = decide_compilation(self.plan, stored, schedule.num_steps)
@@ -203,7 +203,7 @@ class Run:
         state: dict[str, Any] | None = None
         if self.resumed is not None:
             state = self._restore(self.resumed, info, model, optimizer)
-        self.watchdog.begin_phase("training")
+        self.watchdog.set_up("training")
         return info, state
 
     def describe(

@@ -153,7 +153,8 @@ class TrainLoop:
 
         Tensors go to the device. Numbers that only the host needs, such as sizes, are not tensors and stay.
         """
-        self.watchdog.heartbeat(f"step {self.step + 1}")
+        is_first = self.step < self.first_step + 3  # after the third one all processes have made a step
+        self.watchdog.heartbeat(f"step {self.step + 1}", self.watchdog.first if is_first else 0.0)
         batch = self.clock.next(batches)
         self.num_micro = micro + 1
         self.seed_draws(self.step, micro)
@@ -232,8 +233,6 @@ class TrainLoop:
         self.step += 1
         self.num_micro = 0
         self.log.advance()
-        if self.step == self.first_step + 3:
-            self.watchdog.end_first_steps()  # `agreed` after the second one has waited for all processes' first one
         epoch_ends = self.step % self.steps_per_epoch == 0
         is_due = self.step % self.print_freq == 0 or epoch_ends
         if is_due or self.step == self.last_step:

@@ -172,8 +172,8 @@ class CheckpointSaver:
         self.began = time.monotonic()
         run_on_rank0(lambda: self.begin_write(step, self.copies.take(state)))
         if must_succeed:
-            with self.loop.watchdog.saving():
-                run_on_rank0(lambda: self.join(required=True))
+            self.expect_a_wait()
+            run_on_rank0(lambda: self.join(required=True))
 
     def save_best(self, info: CheckpointInfo) -> None:
         """Saves the current weights alone, as checkpoint-best.pth. All ranks must call it. info: what it says."""
@@ -266,8 +266,12 @@ class CheckpointSaver:
 
     def finish(self) -> None:
         """Waits on all ranks, which must call it, until the write in flight is complete."""
-        with self.loop.watchdog.saving():
-            run_on_rank0(self.join)
+        self.expect_a_wait()
+        run_on_rank0(self.join)
+
+    def expect_a_wait(self) -> None:
+        """Tells the watchdog that this process is about to wait for a write."""
+        self.loop.watchdog.heartbeat("waiting for a checkpoint to be written", SETUP_TIMEOUT)
 
     def __enter__(self) -> "CheckpointSaver":
         return self
@@ -283,8 +287,8 @@ class CheckpointSaver:
             self.save(final=True)
         if kind is FloatingPointError:
             self.finish()
-        with self.loop.watchdog.saving():
-            self.join()
+        self.expect_a_wait()
+        self.join()
         self.thread.shutdown()
 
     def is_at_whole_step(self) -> bool:

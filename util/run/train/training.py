@@ -204,7 +204,8 @@ class Training:
         summary: Callable[[], Sequence[str]],
     ) -> bool:
         loop = self.loop
-        self.run.watchdog.begin_training()
+        watchdog = self.run.watchdog
+        watchdog.heartbeat("beginning to train", watchdog.first)
         with loop.stop, self.saver:
             # An earlier start may have been stopped or killed before it did what was due at its last step.
             all_done = self._run_due(between)
@@ -299,7 +300,7 @@ def end_after_signal(loop: TrainLoop) -> None:
     progress = f"after step {loop.step} of {loop.last_step}"
     loop.log.info(f"stopped by {name} {progress}; the same command goes on from there")
     loop.log.close()
-    stop.settle()
+    stop.wait()
     shut_down()
     if stop.name == signal.SIGINT.name:
         kill_workers()  # a program that dies of SIGINT runs no exit handlers

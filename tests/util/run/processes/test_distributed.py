@@ -159,7 +159,7 @@ def test_a_port_in_use_is_a_reason_to_start_again_unless_the_user_chose_it(scont
 def test_threads_settle_before_workers_are_forked(photos, monkeypatch):
     """Else a worker can hang at its start, until Python 3.12."""
     events = []
-    monkeypatch.setattr(collectives, "settle_threads", lambda: events.append("settled"))
+    monkeypatch.setattr(collectives, "wait_for_threads", lambda: events.append("settled"))
     monkeypatch.replace_in(loader, "torch.utils.data.DataLoader", lambda *_, **__: note_start(events))
     for num_workers in (2, 0):
         next(loader.Loader(range(4), [[0]], list, num_workers=num_workers, for_gpu=False))

@@ -130,7 +130,7 @@ def _stops(rank):
                 os.kill(os.getpid(), signal.SIGUSR2)
             if stop.agreed(all_reduce_sum(stop.flag())):
                 break
-        stop.settle()
+        stop.wait()
     dist.barrier()
     return {"steps": step + 1, "name": stop.name}
 
@@ -149,7 +149,7 @@ def test_on_a_gpu_the_host_waits_for_the_flags_of_the_step_before(tmp_path):
         os.kill(os.getpid(), signal.SIGUSR2)
         assert not stop.agreed(all_reduce_sum(stop.flag()))
         assert stop.agreed(all_reduce_sum(stop.flag()))  # a step later
-        stop.settle()
+        stop.wait()
     dist.destroy_process_group()
 
 
@@ -169,7 +169,7 @@ def codes(monkeypatch):
 def test_the_watchdog_ends_a_process_without_progress(codes, capfd, tmp_path):
     (tmp_path / "log.txt").touch()
     with Watchdog(timeout=0.1, first=0.2, folder=tmp_path) as watchdog:
-        watchdog.heartbeat("step 3")
+        watchdog.heartbeat("step 3", 0.2)
         wait_until(lambda: codes)
     assert set(codes) == {75}
     error = capfd.readouterr().err
@@ -189,7 +189,7 @@ def test_a_disk_that_hangs_does_not_keep_the_watchdog_from_ending_the_process(co
     monkeypatch.setattr(supervise, "write_error_to_log", lambda *_: let_go.wait())
     monkeypatch.setattr(supervise, "WRITE_SECONDS", 0.1)
     with Watchdog(timeout=0.1, first=0.2, folder=tmp_path) as watchdog:
-        watchdog.heartbeat("step 3")
+        watchdog.heartbeat("step 3", 0.2)
         wait_until(lambda: codes)
     let_go.set()
 
@@ -205,29 +205,27 @@ def test_the_watchdog_waits_for_heartbeats_and_for_what_may_compile(codes, monke
     monkeypatch.replace_in(supervise, "time.monotonic", look)
     with Watchdog(timeout=1, first=3600) as watchdog:
         if has_begun:
-            watchdog.heartbeat("step 1")
+            watchdog.heartbeat("step 1", watchdog.first)
         wait_until(lambda: len(looks) > 20)
     assert not codes
 
 
 def test_the_first_steps_and_saves_have_more_time():
     watchdog = Watchdog(timeout=600, first=supervise.first_timeout(600, compiles=True))
-    watchdog.begin_training()
-    assert watchdog.limit == 3600
-    watchdog.end_first_steps()
-    assert watchdog.limit == 600
-    with watchdog.saving():
-        assert watchdog.limit == 1800
+    assert watchdog.limit == watchdog.first == 3600
+    watchdog.heartbeat("waiting for a checkpoint to be written", supervise.SETUP_TIMEOUT)
+    assert watchdog.limit == 1800
+    watchdog.heartbeat("step 4")
     assert watchdog.limit == 600
     assert supervise.first_timeout(600, compiles=False) == 600
 
 
 def test_the_set_up_of_several_processes_has_half_an_hour_for_each_phase(monkeypatch):
     watchdog = Watchdog(timeout=600, first=3600)
-    watchdog.begin_phase("images")
+    watchdog.set_up("images")
     assert watchdog.since is None  # a single process is not watched
     monkeypatch.setattr(supervise, "dist", SimpleNamespace(is_initialized=lambda: True))
-    watchdog.begin_phase("images")
+    watchdog.set_up("images")
     assert watchdog.limit == 1800
     assert watchdog.since is not None
 
