@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from tests.loops import a_driver, forbidden_waits
+from tests.loops import a_driver
 from tests.patches import StandIn
 from tests.two_processes import run_in_two_processes
 from util import collectives
@@ -213,16 +213,6 @@ def test_batches_that_are_copied_on_a_stream_of_their_own_are_whole():
             work = (work @ work).tanh()
         sums.append(copies.copy(batch).mean())
     assert [total.item() for total in sums] == list(range(20))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
-def test_a_step_never_waits_for_the_gpu(name):
-    engine = a_loop(name, accum_iter=2, device="cuda", print_freq=1000)
-    batches = iter([[tensor.pin_memory() for tensor in batch] for batch in stream(4)])
-    engine.step(batches, 1)
-    with forbidden_waits():
-        engine.step(batches, 1)
 
 
 # ---------------------------------------------------------------------------------------- steps that are not finite

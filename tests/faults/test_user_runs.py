@@ -206,12 +206,6 @@ def test_the_output_does_not_become_data(tmp_path, capsys):
     assert not (tmp_path / "photos" / "out").exists()
 
 
-def test_an_output_beside_the_splits_is_no_data(photos, tmp_path):
-    shutil.copytree(photos, tmp_path / "photos")
-    pretrain(tmp_path / "photos", tmp_path / "photos" / "out", *MICRO, "--max_steps", 1)
-    pretrain(tmp_path / "photos", tmp_path / "photos" / "out", *MICRO, "--max_steps", 2)
-
-
 def test_the_last_step_is_always_reported(photos, tmp_path, capsys):
     pretrain(photos, tmp_path / "whole", *MICRO, "--print_freq", 4)
     pretrain(photos, tmp_path / "parts", *MICRO, "--print_freq", 4, "--max_steps", 2)

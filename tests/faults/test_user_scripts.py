@@ -1,19 +1,13 @@
 """User errors with all programs: their help, unknown flags; with scripts: wrong files and unwritable places."""
 
-import importlib
 import re
 from pathlib import Path
 
 import pytest
 
 from tests.documents import parser_of
-from tests.runs import refused
 from tests.scripts.programs import MAINS, SCRIPTS, run_file
 from util.run.cli import FEW
-
-
-def main_of(program):
-    return importlib.import_module(program.removesuffix(".py").replace("/", ".")).main
 
 
 @pytest.mark.parametrize("name", ["scripts/export.py", "downstream/probe/main_probe.py"])
@@ -35,8 +29,3 @@ def test_the_first_help_is_short_and_names_the_rest(name):
     else:
         assert 15 <= len(shown) <= 40
         assert "--help_all" in brief
-
-
-@pytest.mark.parametrize("name", [*SCRIPTS, *MAINS])
-def test_an_unknown_flag_is_refused(name, capsys):
-    assert "error: " in refused(capsys, main_of(name), "--no_such_flag")

@@ -44,18 +44,3 @@ def test_wrong_flags_and_photos_of_others_are_refused(small_photos, capsys, flag
     refused(capsys, sample_photos.main, small_photos, *SMALL, *flags)
     refused(capsys, sample_photos.main, small_photos / "train", *SMALL)  # not written by this program
     assert sorted(small_photos.rglob("*")) == before
-
-
-def test_the_same_flags_write_the_same_photos_again(small_photos):
-    """As after a stop."""
-    before = {path: path.read_bytes() for path in small_photos.rglob("*") if path.is_file()}
-    (small_photos / "train" / "coffee" / "001.jpg").unlink()
-    sample_photos.main([str(small_photos), *SMALL])
-    assert {path: path.read_bytes() for path in small_photos.rglob("*") if path.is_file()} == before
-
-
-@pytest.mark.parametrize("flag", ["--data_p", "--out=x", "--recipe"])
-def test_quickstart_refuses_flags_that_it_sets_itself(flag):
-    done = call(flag, "x")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert flag.split("=")[0] in done.stderr

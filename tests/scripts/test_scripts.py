@@ -46,13 +46,6 @@ def test_visualize_draws_and_measures(photos, tmp_path, capsys, flags, measured)
     assert num_colors(tmp_path / "r.png") > 3
 
 
-def test_features_of_a_fixed_kind_are_drawn_and_measured(photos, tmp_path, capsys):
-    pretrain(photos, tmp_path / "run", "--model", "localmim_vit_micro_patch4", "--max_steps", 1)
-    capsys.readouterr()
-    draw(tmp_path / "run", tmp_path / "r.png")
-    assert capsys.readouterr().out.count(": HOG error at 8 px ") == 2
-
-
 def test_a_teacher_that_has_moved_is_given_by_its_flag(photos, tmp_path, capsys):
     pretrain(photos, tmp_path / "teacher", "--model", "mae_vit_micro_patch4", "--max_steps", 1)
     pretrain(photos, tmp_path / "other", "--model", "mae_vit_micro_patch4", "--max_steps", 1, "--seed", 1)

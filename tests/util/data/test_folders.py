@@ -19,7 +19,6 @@ from util.data.folders import (
     split_of_tar,
 )
 from util.data.images import FolderImages, match_splits
-from util.data.open import open_images
 
 
 def tree(root, *names):
@@ -84,13 +83,6 @@ def test_splits_that_are_missing_or_unclear(tmp_path, present, split, labelled, 
     with pytest.raises(error, match="--data_path") as raised:
         find_files(tmp_path, split, labelled)
     assert raised.type is error
-
-
-def test_folders_that_pre_training_does_not_read_are_named(tmp_path):
-    tree(tmp_path, "train/a/1.jpg", "test/a/1.jpg", "unlabeled/1.jpg")
-    (note,) = find_files(tmp_path).notes
-    assert "unlabeled" in note
-    assert find_files(tmp_path, "train", labelled=True).notes == []
 
 
 # ------------------------------------------------------------------------------------------------------------ classes
@@ -161,11 +153,6 @@ def test_folders_that_are_no_data(tmp_path, names, named):
         find_samples(tmp_path)
 
 
-def test_images_of_endings_that_are_not_read_are_counted(tmp_path):
-    tree(tmp_path, "cat/1.jpg", "dog/1.jpg", "dog/0.gif", "dog/x/1.GIF", "dog/3.jfif", "dog/.5.gif", "dog/README")
-    assert find_samples(tmp_path).notes == ["note: not read: 2 .gif, 1 .jfif"]
-
-
 def test_classes_are_equal_in_any_form_of_unicode(tmp_path):
     """ "cafz" lies before one form and behind the other, so the order of the folders differs."""
     composed = unicodedata.normalize("NFC", "caf\N{LATIN SMALL LETTER E WITH ACUTE}")
@@ -189,13 +176,6 @@ def test_a_listing_knows_each_kind(tmp_path):
     assert listing.images == ["1.JPG", "2.jpg"]
     assert listing.tars == ["x.tar"]
     assert listing.others == ["d", "notes.txt", "y.tar.gz"]
-
-
-@pytest.mark.parametrize("name", ["photos.zip", "train-0.parquet", "nowhere"])
-def test_a_file_is_no_folder(tmp_path, name):
-    tree(tmp_path, "photos.zip", "train-0.parquet")
-    with pytest.raises(ValueError, match="--data_path"):
-        open_images("folder", tmp_path / name)
 
 
 def test_only_folders_of_images_and_of_hugging_face_make_data_of_what_lies_in_them(tmp_path):

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -294,47 +293,10 @@ def test_the_split_that_is_read(names, split, labelled, expected):
 # ---------------------------------------------------------------------------------------------------- opening the data
 
 
-def cut_arrow(folder):
-    path = folder / "data-00000-of-00002.arrow"
-    path.write_bytes(path.read_bytes()[:100])
-
-
-@pytest.mark.parametrize(
-    ("form", "change"),
-    [
-        ("saved", shutil.rmtree),
-        ("flat", lambda folder: (folder / "train-0.parquet").write_text("no Parquet")),
-        ("saved", cut_arrow),
-    ],
-)
-def test_folders_that_cannot_be_opened(tmp_path, stored, form, change):
-    folder = shutil.copytree(stored[form], tmp_path / "data")
-    change(folder)
-    with pytest.raises(ValueError, match="--data_path") as error:
-        open_images("hf", folder)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("path", ["owner/name@1234", "train-0.parquet"])
-def test_what_is_no_name_of_a_data_set(stored, monkeypatch, path):
-    monkeypatch.chdir(stored["flat"])
-    with pytest.raises(ValueError, match="--data_path"):
-        open_images("hf", path)
-
-
 def test_a_network_that_fails_is_no_error_of_the_user():
     """The Hub cannot be reached here."""
     with pytest.raises(ConnectionError):
         open_images("hf", "owner/name")
-
-
-def test_no_rows_and_no_package(stored, monkeypatch):
-    with pytest.raises(ValueError, match="data has no rows"):
-        hugging_face.HuggingFaceImages(dataset_of(png_columns()).select([]), "data")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    monkeypatch.delitem(sys.modules, "util.data.hugging_face")
-    with pytest.raises(ValueError, match="--dataset hf .*pip install datasets"):
-        open_images("hf", stored["saved"])
 
 
 @pytest.fixture

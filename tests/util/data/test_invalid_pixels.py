@@ -207,11 +207,6 @@ def test_a_file_of_another_number_of_bands_or_type_is_named(tmp_path):
             images.load(i)
 
 
-def test_data_sets_without_invalid_pixels_refuse_the_flags(tmp_path):
-    with pytest.raises(ValueError, match="--dataset cifar10 .*--nodata"):
-        open_images("cifar10", tmp_path, invalid=InvalidPixels(0.0))
-
-
 def test_values_of_nodata():
     assert nodata_value("-9999") == -9999.0
     assert nodata_value("NaN") == "nan"

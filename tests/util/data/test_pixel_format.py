@@ -255,16 +255,6 @@ def test_thumbnails_and_overviews_are_no_pages(tmp_path, flags):
     assert_loads(images, 0, array)
 
 
-@pytest.mark.parametrize("bands", [4, 5])
-def test_bands_that_are_not_read_are_told(tmp_path, bands):
-    tifffile.imwrite(tmp_path / "0.tif", pixels(bands, "uint8"), planarconfig="contig", photometric="rgb")
-    (note,) = open_images("folder", tmp_path).notes
-    assert "--in_chans" in note
-    images = open_images("folder", tmp_path, in_chans=bands)
-    assert images.notes == []
-    assert_loads(images, 0, pixels(bands, "uint8"))
-
-
 OME = """<?xml version="1.0" encoding="UTF-8"?>
 <OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06" UUID="urn:uuid:{}"><Image ID="Image:0">
 <Pixels ID="Pixels:0" DimensionOrder="XYCZT" Type="uint8" SizeX="52" SizeY="40" SizeC="2" SizeZ="1" SizeT="1">
@@ -322,14 +312,6 @@ def test_files_that_would_need_gigabytes_are_refused_by_their_header(tmp_path, m
     monkeypatch.replace_in(pixel_format, "np.load", lambda *args, **options: pytest.fail("the pixels are read"))
     with pytest.raises(ImageError, match="0.npy'"):
         open_images("folder", tmp_path, in_chans=5)
-
-
-@pytest.mark.parametrize("in_chans", [3, 5])
-def test_without_tifffile_the_message_says_what_to_install(tmp_path, monkeypatch, in_chans):
-    write_tiff(tmp_path / "0.tif", pixels(5, "uint16"))
-    monkeypatch.setattr(pixel_format, "tifffile", None)
-    with pytest.raises(ImageError, match="tifffile"):
-        open_images("folder", tmp_path, in_chans=in_chans)
 
 
 @pytest.mark.parametrize("form", ["npy", "contiguous"])

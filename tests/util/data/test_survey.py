@@ -11,8 +11,7 @@ from tests.downstream.bands import replace_images
 from tests.downstream.dense import detect, segment, write_shapes, write_stripes
 from tests.downstream.detection.coco import write_coco
 from tests.downstream.segmentation.pairs import write_pairs
-from tests.runs import ROOT, finetune, pretrain, refused
-from tests.warm import run_by_torchrun
+from tests.runs import finetune, pretrain, refused
 from util.data.images import ImageFiles
 from util.data.invalid_pixels import InvalidPixels
 from util.data.pictures import BAR, PANEL
@@ -166,14 +165,6 @@ def test_notes_name_their_flags(tmp_path, capsys):
     assert len(notes(out, "--num_iters 1001")) == 1
 
 
-def test_two_processes_report_once(data, tmp_path):
-    words = [str(ROOT / detect.path), *detect.command(data["detect"], tmp_path / "out", "--check_data")]
-    code, out = run_by_torchrun(*words)
-    assert code == 0, out[-3000:]
-    assert out.count("px in the median") == 2  # one a split
-    assert (tmp_path / "out" / CHECK).exists()
-
-
 def test_an_evaluation_has_no_check(capsys, labelled):
     words = ["--eval", "--resume", "x", "--check_data", "--data_path", labelled]
     assert "--check_data" in refused(capsys, finetune.module.main, *words)
@@ -198,12 +189,3 @@ def test_values_sizes_and_invalid_shares_are_those_of_the_images(tmp_path):
     numbers = [" ".join(f"{value:.4g}" for value in values) for values in (lowest, means, highest)]
     assert "lowest {}, mean {}, highest {}".format(*numbers) in lines
     assert f"{2 / 18:.1%} of all values are invalid" in lines
-
-
-def test_label_values_that_are_classes_but_occur_nowhere(tmp_path, capsys):
-    root = write_stripes(tmp_path / "pairs")
-    path = root / "annotations" / "validation" / "0.png"
-    Image.fromarray(np.full_like(np.array(Image.open(path)), 77)).save(path)
-    assert "77" in segment.refused(capsys, root, tmp_path / "out", "--check_data")
-    segment.module.main(segment.command(root, tmp_path / "out", "--num_classes", 78, "--check_data"))
-    assert "no pixel has the values 3, 4," in capsys.readouterr().out

@@ -157,16 +157,6 @@ def test_a_warm_up_that_no_flag_gives_fits_into_a_shorter_schedule(flags, recipe
     assert isinstance(args.warmup_iters, int)
 
 
-@pytest.mark.parametrize("recipe", [None, LONG])
-def test_no_epoch_more_makes_the_warm_up_jump(recipe):
-    """Nor shrink. More than half of each epoch goes to the time in which the rate falls."""
-    before = 0.0
-    for epochs in range(1, 900):
-        warmup = parse_schedule(f"--epochs {epochs}", recipe).warmup_epochs
-        assert before <= warmup < before + 0.5
-        before = warmup
-
-
 def test_a_recipe_s_warm_up_of_more_than_half_of_the_schedule_must_be_typed(capsys):
     with pytest.raises(SystemExit, match="2"):
         parse_schedule("", {"epochs": 10, "warmup_epochs": 6})
