@@ -202,19 +202,28 @@ def from_dino(weights: Tensors, grid: tuple[int, int] | None) -> tuple[Tensors, 
     if "cls_token" not in weights or weights["cls_token"].ndim != 3 or is_simmim:
         return weights, {}
     joined = rename(weights, [("^(?:register|storage)_tokens$", "reg_token")])
-    scales = {name: scale for name in joined if (scale := _SCALE.fullmatch(name))}
-    if scales:
+    has_scales = any(_SCALE.fullmatch(name) for name in joined)
+    if has_scales:
         joined.pop("mask_token", None)  # of another pre-training than MAE's
-    for name, scale in scales.items():
-        gamma = joined.pop(name).double()
-        layer = f"{scale[1]}.{_SCALED[scale[2]]}"
-        weight = joined[f"{layer}.weight"]
-        bias = joined[f"{layer}.bias"]
-        joined[f"{layer}.weight"] = (weight.double() * gamma.unsqueeze(1)).to(weight.dtype)
-        joined[f"{layer}.bias"] = (bias.double() * gamma).to(bias.dtype)
-    if scales and "reg_token" in joined and "pos_embed" not in joined:
+        fold_scales(joined)
+    if has_scales and "reg_token" in joined and "pos_embed" not in joined:
         return join_registers(without_key_bias(joined), grid, {"rotary": True, "norm_eps": 1e-5})
-    return join_registers(joined, grid, {}, may_lack_positions=bool(scales))
+    return join_registers(joined, grid, {}, may_lack_positions=has_scales)
+
+
+def fold_scales(weights: Tensors) -> None:
+    """Folds layer scales into the layers before them, in place and in float64."""
+    for name in list(weights):
+        scale = _SCALE.fullmatch(name)
+        if scale is None:
+            continue
+        block, number = scale.groups()
+        layer = f"{block}.{_SCALED[number]}"
+        weight = weights[f"{layer}.weight"]
+        bias = weights[f"{layer}.bias"]
+        gamma = weights.pop(name).double()
+        weights[f"{layer}.weight"] = (weight.double() * gamma.unsqueeze(1)).to(weight.dtype)
+        weights[f"{layer}.bias"] = (bias.double() * gamma).to(bias.dtype)
 
 
 def without_key_bias(weights: Tensors) -> Tensors:

@@ -95,9 +95,13 @@ def rotate(qkv: Tensor, rotation: Tensor, num_heads: int) -> Tensor:
     """
     cos, sin = rotation[:, :, None, None].chunk(2, dim=-1)  # [B, T, 1, 1, half]
     halves = qkv.unflatten(-1, (3, num_heads, 2, -1))  # [B, T, 3, heads, 2, half]
-    first, second = halves[:, :, :2].unbind(-2)  # of queries and keys
-    rotated = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-2)
-    return torch.cat([rotated.to(qkv.dtype), halves[:, :, 2:]], dim=2).flatten(2)
+    queries_and_keys = halves[:, :, :2]
+    values = halves[:, :, 2:]
+    first, second = queries_and_keys.unbind(-2)
+    new_first = first * cos - second * sin
+    new_second = second * cos + first * sin
+    rotated = torch.stack([new_first, new_second], dim=-2).to(qkv.dtype)
+    return torch.cat([rotated, values], dim=2).flatten(2)
 
 
 def list_empty_tables(weights: Mapping[str, Tensor]) -> list[str]:

@@ -235,7 +235,9 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         settings = {**chosen, "patch_size": model.patch_size}
         facts = RunFacts(statistics, settings, val_images)
         training = Training(run, model, optimizer, dataset, schedule, facts)
-        name = f"Mask R-CNN on {args.model}" if masks else f"Faster R-CNN on {args.model}"
+        name = f"Faster R-CNN on {args.model}"
+        if masks:
+            name = f"Mask R-CNN on {args.model}"
         training.announce(common.summary_rows(name, model, len(images.categories), images, val_images))
 
         evaluate_val = partial(evaluate, model, val_images, val_masks, args.num_pictures)

@@ -42,23 +42,28 @@ def draw_sample(picture: np.ndarray, sample: DetectionSample, names: Sequence[st
 
 def draw_objects(img: np.ndarray, objects: Sequence[DetectedObject], names: Sequence[str]) -> np.ndarray:
     """Draws boxes, masks, names and scores on uint8 [H, W, 3]. Returns a panel."""
+    if not objects:
+        return panel(img)
     palette = [tuple(color) for color in default_colors(len(names)).tolist()]
-    colors = [palette[detected.label - 1] for detected in objects]
+    colors = []
     labels = []
+    masks = []
+    boxes = []
     for detected in objects:
         label = names[detected.label - 1]
         if detected.score is not None:
             label += f" {detected.score:.2f}"
         labels.append(label)
-    masks = [torch.from_numpy(detected.mask) for detected in objects if detected.mask is not None]
-    if masks and len(masks) == len(objects):
+        colors.append(palette[detected.label - 1])
+        boxes.append(detected.box)
+        if detected.mask is not None:
+            masks.append(torch.from_numpy(detected.mask))
+    if len(masks) == len(objects):
         picture = torch.from_numpy(img).permute(2, 0, 1)
-        img = draw_segmentation_masks(picture, torch.stack(masks), alpha=0.4, colors=colors).permute(1, 2, 0).numpy()
-    fitted = panel(img)
-    if not objects:
-        return fitted
+        picture = draw_segmentation_masks(picture, torch.stack(masks), alpha=0.4, colors=colors)
+        img = picture.permute(1, 2, 0).numpy()
     scale = PANEL / max(img.shape[:2])
-    boxes = torch.tensor([detected.box for detected in objects]) * scale
-    picture = torch.from_numpy(fitted.copy()).permute(2, 0, 1)
-    picture = draw_bounding_boxes(picture, boxes, labels, colors, width=2, fill_labels=True)
+    scaled_boxes = scale * torch.tensor(boxes)
+    picture = torch.from_numpy(panel(img).copy()).permute(2, 0, 1)
+    picture = draw_bounding_boxes(picture, scaled_boxes, labels, colors, width=2, fill_labels=True)
     return picture.permute(1, 2, 0).numpy()

@@ -241,10 +241,11 @@ class Probing:
         held_out = []
         for name, grid in probes.grids.items():
             rows = held_out_rows(name, grid, selection[name])
-            best = max(range(len(rows)), key=lambda i: rows[i]["held_out_top1"])
+            held_out += rows
+            accuracies_of_heads = [row["held_out_top1"] for row in rows]
+            best = accuracies_of_heads.index(max(accuracies_of_heads))  # the first of equals
             top1, top5 = scores[name][best].tolist()
             chosen.append({**rows[best], **accuracies(top1, top5, len(self.images.classes))})
-            held_out += rows
         return {"chosen": chosen, "held_out": held_out}
 
     def train_heads(self, probes: Probes) -> None:

@@ -260,7 +260,7 @@ def list_images(root: Path, name: str, unread: Counter[str]) -> list[str]:
     seen: set[str] = set()
     if name:
         seen.add(os.path.realpath(root))
-    found: list[tuple[str, list[str]]] = []
+    images_of: dict[str, list[str]] = {}  # of each folder, relative to the root
     for path, folders, files in os.walk(os.path.join(root, name), onerror=raise_error, followlinks=True):
         real = os.path.realpath(path)
         if real in seen:
@@ -268,11 +268,20 @@ def list_images(root: Path, name: str, unread: Counter[str]) -> list[str]:
             continue
         seen.add(real)
         folders[:] = sorted(folder for folder in folders if not is_hidden(folder))
-        visible = [file for file in sorted(files) if not is_hidden(file)]
-        found.append((os.path.relpath(path, root), [file for file in visible if is_image(file)]))
-        unread.update(count_endings(file for file in visible if not is_image(file)))
-    found.sort()
-    return [os.path.normpath(os.path.join(folder, image)) for folder, images in found for image in images]
+        images: list[str] = []
+        others: list[str] = []
+        for file in sorted(files):
+            if is_image(file) and not is_hidden(file):
+                images.append(file)
+            elif not is_hidden(file):
+                others.append(file)
+        images_of[os.path.relpath(path, root)] = images
+        unread.update(count_endings(others))
+    paths: list[str] = []
+    for folder in sorted(images_of):
+        for image in images_of[folder]:
+            paths.append(os.path.normpath(os.path.join(folder, image)))
+    return paths
 
 
 def raise_error(error: OSError) -> None:

@@ -17,6 +17,15 @@ def test_a_full_gpu_ends_a_run_with_one_sentence(photos, tmp_path, capsys, befor
     assert len(message.strip().splitlines()) == 1
 
 
+def test_a_bug_in_training_is_no_error_of_the_user(photos, tmp_path, before_step):
+    def fail():
+        raise ValueError("a bug")
+
+    before_step(1, fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        pretrain(photos, tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
