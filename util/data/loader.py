@@ -38,11 +38,11 @@ class Loader:
         num_workers: int,
         for_gpu: bool,
         batch_bytes: int = 0,
-        kept: int | None = None,
+        lifetime: int | None = None,
     ) -> None:
         """addresses: of each batch. for_gpu: batches lie in pinned memory, and workers have a low priority.
 
-        batch_bytes: size of the images of one batch; 0 if unknown. kept: the images of a batch last until this many
+        batch_bytes: size of the images of one batch; 0 if unknown. lifetime: the images of a batch last until this many
         more batches are asked for, because workers use their memory again, which is faster; None: they stay.
         """
         self.num_workers = num_workers
@@ -53,8 +53,8 @@ class Loader:
         if num_workers > 0:
             ahead = batches_ahead(batch_bytes, num_workers)
             context = "fork"  # workers share the names and labels of all images, and start without importing torch
-            if kept is not None:
-                self.slots = Slots(ahead * num_workers, kept, batch_bytes, for_gpu)
+            if lifetime is not None:
+                self.slots = Slots(ahead * num_workers, lifetime, batch_bytes, for_gpu)
         self.source = torch.utils.data.DataLoader(
             Batches(dataset, collate, self.slots),
             batch_size=None,

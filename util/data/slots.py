@@ -45,14 +45,14 @@ class Slots:
     the workers are forked. Batch n lies in slot n % (number of slots). A worker gets it to do when batch n - `ahead` is
     taken, so there is no queue of free slots, and no lock that a killed worker holds.
 
-    ahead: batches that are begun and not taken. kept: the trainer must have used a batch when it asks for the one that
-    comes `kept` later; for a GPU this waits until it has. for_gpu: the memory is pinned.
+    ahead: batches that are begun and not taken. lifetime: the trainer must have used a batch when it asks for the one
+    that comes `lifetime` later; for a GPU this waits until it has. for_gpu: the memory is pinned.
     """
 
-    def __init__(self, ahead: int, kept: int, batch_bytes: int, for_gpu: bool) -> None:
-        number = ahead + kept
+    def __init__(self, ahead: int, lifetime: int, batch_bytes: int, for_gpu: bool) -> None:
+        number = ahead + lifetime
         self.memory = torch.frombuffer(mmap.mmap(-1, number * batch_bytes), dtype=torch.uint8).view(number, batch_bytes)
-        self.kept = kept
+        self.lifetime = lifetime
         self.for_gpu = for_gpu
         self.is_pinned = False
         self.uses: deque[torch.cuda.Event] = deque()  # the GPU passes them when it has used the batches taken before
@@ -109,7 +109,7 @@ class Slots:
         event = torch.cuda.Event(blocking=True)  # without it, the wait keeps a core busy
         event.record()
         self.uses.append(event)
-        if len(self.uses) == self.kept:
+        if len(self.uses) == self.lifetime:
             self.uses.popleft().synchronize()
 
 

@@ -103,7 +103,7 @@ def test_batches_lie_in_memory_that_is_used_again_and_last_as_long_as_agreed(num
     """Of several shapes and types, one of them too large for a slot; the last one is smaller."""
     addresses = [list(range(first, min(first + 4, 398))) for first in range(0, 398, 4)]
     options = {"num_workers": num_workers, "for_gpu": False, "batch_bytes": 4 * 3 * 8 * 8}
-    batches = Loader(Shapes(), addresses, collate, kept=3, **options)
+    batches = Loader(Shapes(), addresses, collate, lifetime=3, **options)
     held = []
     places = set()
     for number, (imgs, others) in enumerate(batches):

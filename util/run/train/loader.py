@@ -62,7 +62,7 @@ class TrainLoader:
             num_workers=plan.num_workers,
             for_gpu=plan.device == "cuda",
             batch_bytes=self.batch_bytes,
-            kept=plan.accum_iter + 2,  # until the update, and for a GPU a little more, so that the host does not wait
+            lifetime=plan.accum_iter + 2,  # to the update, and for a GPU a little more, so that the host does not wait
         )
 
 
