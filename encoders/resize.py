@@ -50,7 +50,8 @@ def fit_patch_embed(
     width, channels = fitting[key].shape[:2]
     model_width, model_channels = model_state[key].shape[:2]
     if width != model_width:
-        raise CheckpointError(f"{label} holds an encoder of width {width}, this {class_name} has width {model_width}")
+        problem = f"holds an encoder of width {width}, this {class_name} has width {model_width}"
+        raise CheckpointError(f"{label} {problem}: take a model of its size")
     side = fitting[key].shape[-1]
     model_side = model_state[key].shape[-1]
     if side != model_side:

@@ -28,6 +28,7 @@ LAYOUT = (
     "expected are images in class folders (ROOT/train/<class>/*.jpg or ROOT/<class>/*.jpg), images directly in ROOT, "
     f"or tars; extensions {', '.join(IMG_EXTENSIONS)}"
 )
+LABELLED_LAYOUT = "expected are labelled images in ROOT/train/<class>/ and ROOT/val/<class>/, or tars of each split"
 
 
 class MissingSplit(ValueError):
@@ -180,8 +181,10 @@ def find_files(data_path: str | Path, split: str = "train", labelled: bool = Fal
     chosen = choose_split(by_split, split, labelled)
     if chosen is None:
         if labelled or by_split:
-            present = shorten([name for names in by_split.values() for name in names]) or "no split"
-            raise MissingSplit(f"--data_path {str(path)!r} has no {split}/, but {present}; {LAYOUT}")
+            present = shorten([name for names in by_split.values() for name in names])
+            problem = f"has no {split}/, but {present}" if present else f"has no {split}/"
+            layout = LABELLED_LAYOUT if labelled else LAYOUT
+            raise MissingSplit(f"--data_path {str(path)!r} {problem}; {layout}")
         refuse_split_words(listing)
         return SplitFiles(listing.path, listing.readable_tars(), [])
 

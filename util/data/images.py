@@ -287,7 +287,8 @@ class EncodedImages(Images):
         if pixels.channels != self.in_chans:
             wanted = count_of(self.in_chans, "channel")
             raise ImageError(
-                f"{self.path(i)!r} has {pixels}, but the model takes {wanted} (--in_chans, --mask_band, --bands)"
+                f"{self.path(i)!r} has {pixels}, but the model takes {wanted}: if all images are alike, train with "
+                f"--in_chans {pixels.channels} (see also --mask_band and --bands)"
             )
 
     def _note_loss(self, i: int) -> None:

@@ -217,7 +217,7 @@ def _checked(shape: tuple[int, ...], dtype: np.dtype) -> Header:
     if dtype.kind in "uf":
         name = dtype.newbyteorder("=").name
     if name not in RANGES:
-        raise FormatError(f"its values are {name}; only {', '.join(RANGES)} are read: convert it")
+        raise FormatError(f"its values are {name}; only {', '.join(RANGES)} are read: convert them, int16 to float32")
     if len(shape) not in (2, 3) or 0 in shape:
         raise FormatError(f"its shape is {list(shape)}; expected is [H, W] or [H, W, C]")
     if shape[0] * shape[1] > max_pixels():
