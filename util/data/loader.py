@@ -4,7 +4,6 @@ A worker that dies and a failing storage end the process with exit code 75. The 
 """
 
 import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -122,19 +121,12 @@ class Loader:
         return None
 
 
-def memory_bytes() -> float:
-    """Returns this process's share of the memory of its node."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
 def batches_ahead(batch_bytes: int, num_workers: int) -> int:
-    """Returns how many batches each worker prepares ahead: 1 to MAX_AHEAD.
+    """Returns how many batches each worker prepares ahead: 1 to MAX_AHEAD, together about PREFETCHED_BYTES at most.
 
-    Together they take about PREFETCHED_BYTES at most, and a quarter of this process's memory. batch_bytes: of one
-    batch; 0 if unknown.
+    batch_bytes: of one batch; 0 if unknown.
     """
     if batch_bytes == 0:
         return MAX_AHEAD
-    budget = min(PREFETCHED_BYTES, memory_bytes() / 4)
-    affordable = int(budget / (batch_bytes * num_workers))
+    affordable = PREFETCHED_BYTES // (batch_bytes * num_workers)
     return max(1, min(MAX_AHEAD, affordable))

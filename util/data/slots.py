@@ -12,21 +12,16 @@ from torch.utils._pytree import tree_map
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 
-def shared(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns a new tensor that other processes can map. On Linux it takes no space in /dev/shm, which may be small."""
-    size = math.prod(shape) * dtype.itemsize
+def shared(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy that other processes can map. On Linux it takes no space in /dev/shm, which may be small."""
+    storage = tensor.untyped_storage()
+    size = storage.nbytes()
     if size == 0 or not hasattr(os, "memfd_create"):  # macOS
-        return torch.empty(shape, dtype=dtype).share_memory_()
+        return tensor.share_memory_()
     with os.fdopen(os.memfd_create("batch"), "wb") as file:
         file.truncate(size)
-        storage = torch.UntypedStorage._new_shared_fd_cpu(file.fileno(), size)  # with a descriptor of its own
-    return torch.empty(0, dtype=dtype).set_(storage).view(shape)
-
-
-def stack_shared(tensors: Sequence[torch.Tensor], **_: Any) -> torch.Tensor:
-    """Stacks tensors in a worker, for `default_collate`."""
-    out = shared((len(tensors), *tensors[0].shape), tensors[0].dtype)
-    return torch.stack(list(tensors), out=out)
+        storage = torch.UntypedStorage._new_shared_fd_cpu(file.fileno(), size).copy_(storage)
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 class InSlot(NamedTuple):
@@ -59,19 +54,19 @@ class Slots:
         self.free: torch.Tensor | None = None  # in a worker: the slot of its batch, until images lie there
 
     def begin(self, number: int) -> None:
-        """From now on, `default_collate` of this worker stacks the first tensors, the images, in a slot."""
+        """From now on, `place` returns the slot of this batch, once."""
         self.free = self.memory[number % len(self.memory)]
-        default_collate_fn_map[torch.Tensor] = self._stack
 
-    def _stack(self, tensors: Sequence[torch.Tensor], **others: Any) -> torch.Tensor:
+    def place(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Returns where to stack the first tensors of a batch, the images, or None for later ones and larger ones."""
         shape = (len(tensors), *tensors[0].shape)
         dtype = tensors[0].dtype
         size = math.prod(shape) * dtype.itemsize
         slot = self.free
         if slot is None or size > len(slot):
-            return stack_shared(tensors)
+            return None
         self.free = None
-        return torch.stack(tensors, out=slot[:size].view(dtype).view(shape))
+        return slot[:size].view(dtype).view(shape)
 
     def describe(self, tensor: torch.Tensor) -> InSlot | None:
         """Returns where a tensor lies, or None if it is not in these slots."""
@@ -129,7 +124,7 @@ class Batches(torch.utils.data.Dataset):
         number, addresses = numbered
         is_in_worker = torch.utils.data.get_worker_info() is not None
         if is_in_worker:
-            default_collate_fn_map[torch.Tensor] = stack_shared
+            default_collate_fn_map[torch.Tensor] = self.stack
         if self.slots is not None:
             self.slots.begin(number)
         if hasattr(self.dataset, "__getitems__"):
@@ -139,9 +134,14 @@ class Batches(torch.utils.data.Dataset):
         batch = self.collate(samples)
         return tree_map(self.share, batch) if is_in_worker else batch
 
+    def stack(self, tensors: Sequence[torch.Tensor], **_: Any) -> torch.Tensor:
+        """For `default_collate`, whose own function stacks tensors in /dev/shm."""
+        place = None if self.slots is None else self.slots.place(tensors)
+        return torch.stack(list(tensors), out=place)
+
     def share(self, part: Any) -> Any:
         """Returns a part of a batch for the trainer: where it lies in the slots, or a tensor in shared memory."""
-        if not torch.is_tensor(part) or part.is_shared():
+        if not torch.is_tensor(part):
             return part
         place = None if self.slots is None else self.slots.describe(part)
-        return place or shared(part.shape, part.dtype).copy_(part)
+        return place or shared(part)
