@@ -43,13 +43,6 @@ def settings_of_eval(args: argparse.Namespace, given: set[str], classifier: Trai
 
     given: flags that were set explicitly. ValueError if one of them contradicts the model or has no effect.
     """
-    unused = set()
-    if args.eval_set is not None:
-        unused = {"eval_split", *INVALID_SETTINGS}
-    if args.eval_set == "imagenet_c":  # whose images are cropped already: resizing would blur what is measured
-        unused.add("crop_pct")
-    for name in sorted(unused & given):
-        raise ValueError(f"--{name} has no effect, because of --eval_set {args.eval_set}: leave it out")
     settings = dict(classifier.settings)
     for name in ("crop_pct", "mean", "std"):
         if getattr(args, name) is not None:
@@ -58,8 +51,14 @@ def settings_of_eval(args: argparse.Namespace, given: set[str], classifier: Trai
         settings = without_marks(settings)
     for name in given.intersection(INVALID_SETTINGS):
         settings[name] = getattr(args, name)
-    if args.eval_set == "imagenet_c":
+    unused = set()
+    if args.eval_set is not None:
+        unused = {"eval_split", *INVALID_SETTINGS}
+    if args.eval_set == "imagenet_c":  # whose images are cropped already: resizing would blur what is measured
+        unused.add("crop_pct")
         settings["crop_pct"] = 1.0
+    for name in sorted(unused & given):
+        raise ValueError(f"--{name} has no effect, because of --eval_set {args.eval_set}: leave it out")
     check_same(args, settings, given.intersection(MODEL_FLAGS), f"the classifier at {args.resume!r}")
     return settings
 
