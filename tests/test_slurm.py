@@ -336,7 +336,11 @@ def test_a_failing_storage_makes_a_job_wait_in_the_queue(slurm, photos, tmp_path
     begin = datetime.fromisoformat(times["EligibleTime"])
     assert 290 <= (begin - datetime.fromisoformat(times["SubmitTime"])).total_seconds() <= 310
     main.write_text(real)
-    wait_until(lambda: set(nodes_by_slurm().split()) == {"idle"}, nodes_by_slurm)  # the first start has left its nodes
+    # The first start has left its nodes, and its daemon has told SLURM so: it would take a later message for the next
+    # start's end.
+    wait_until(lambda: set(nodes_by_slurm().split()) == {"idle"}, nodes_by_slurm)
+    daemons = ["pgrep", "-f", rf"slurmstepd: \[{run.job}\."]
+    wait_until(lambda: subprocess.run(daemons, capture_output=True).stdout == b"", run.why)
     subprocess.run(["scontrol", "update", f"jobid={run.job}", "starttime=now"], check=True)
     run.wait_for_the_end()
 
