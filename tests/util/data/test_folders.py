@@ -184,3 +184,7 @@ def test_only_folders_of_images_and_of_hugging_face_make_data_of_what_lies_in_th
     for dataset in ("folder", "hf"):
         with pytest.raises(ValueError, match="--out '.*picture.png'"):
             refuse_inside_data("--out", picture, dataset, tmp_path)
+    (tmp_path / "train").mkdir()
+    refuse_inside_data("--out", picture, "folder", tmp_path)  # beside the split
+    with pytest.raises(ValueError, match="--out"):
+        refuse_inside_data("--out", tmp_path / "train" / "picture.png", "folder", tmp_path)
