@@ -208,8 +208,15 @@ def markdown(rows: Sequence[Row]) -> str:
     titles = [title for title in TITLES if rows[0][title] is not None]
     lines = []
     for row in rows:
-        cells = [row[title] for title in titles]
-        lines.append([f"{cell:.4g}" if isinstance(cell, float) else cell for cell in cells])
+        cells = []
+        for title in titles:
+            cell = row[title]
+            if cell is None:  # the multiply-adds of a peer
+                cell = ""
+            elif isinstance(cell, float):
+                cell = f"{cell:.4g}"
+            cells.append(cell)
+        lines.append(cells)
     return markdown_table(titles, lines)
 
 
