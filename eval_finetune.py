@@ -57,8 +57,9 @@ def settings_of_eval(args: argparse.Namespace, given: set[str], classifier: Trai
     if args.eval_set == "imagenet_c":  # whose images are cropped already: resizing would blur what is measured
         unused.add("crop_pct")
         settings["crop_pct"] = 1.0
-    for name in sorted(unused & given):
-        raise ValueError(f"--{name} has no effect, because of --eval_set {args.eval_set}: leave it out")
+    unused_and_given = sorted(unused & given)
+    if unused_and_given:
+        raise ValueError(f"--{unused_and_given[0]} has no effect, because of --eval_set {args.eval_set}: leave it out")
     check_same(args, settings, given.intersection(MODEL_FLAGS), f"the classifier at {args.resume!r}")
     return settings
 

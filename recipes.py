@@ -78,8 +78,8 @@ RECIPES: dict[str, Recipe] = {
     "kernel9_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(kernel_size=9),
     "kernel11_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(kernel_size=11),
     # Table of designs of the aggregation (dwconv is prmim50_vit_base_100ep). The paper does not say which cells take
-    # the output. With two seeds average pooling was worse only if all cells did: `applies_to="all"` is a judgement. The
-    # row in which only the thrown cells take it is one of this project.
+    # the output. `applies_to="all"` is a judgement: only so was average pooling worse here, in both of two seeds
+    # (docs/studies/study_cpu.csv). The row in which only the thrown cells take it is one of this project.
     "avgpool_vit_base_100ep": _BASE
     | _progressive(100, 0.5)
     | dict(aggregation="avgpool", applies_to="all"),  # fails to converge

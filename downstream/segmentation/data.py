@@ -51,8 +51,11 @@ class LabelValues:
     ) -> None:
         first = int(reduce_zero_label)
         values = list(label_values or range(first, first + num_classes))
-        fits = 0 < num_classes == len(values) == len(set(values) & set(range(256))) < 256
-        if not fits or ignore_index not in range(256) or (ignore_index in values and not label_values):
+        are_bytes = all(value in range(256) for value in [*values, ignore_index])
+        are_different = num_classes == len(values) == len(set(values))
+        is_one_left = 0 < num_classes < 256  # for pixels without a class
+        is_ignored_twice = ignore_index in values and not label_values
+        if not (are_bytes and are_different and is_one_left) or is_ignored_twice:
             raise ValueError(
                 f"--num_classes {num_classes} with values {shorten([str(value) for value in values])} (--label_values, "
                 f"--reduce_zero_label) and --ignore_index {ignore_index} must be different values from 0 to 255"
