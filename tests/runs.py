@@ -159,18 +159,19 @@ TINY = pretrain.flags.replace("--batch_size 8 --epochs 2", "--total_batch_size 8
 tiny = Program(main_pretrain, f"{TINY} --save_every 1000 --picture_every 0")
 
 
-def command(data_path, output_dir, *flags, fault=None, processes=2, restarts=0, options=()):
+def command(data_path, output_dir, *flags, program=tiny, fault=None, processes=2, restarts=0, options=()):
     """The arguments of `python` for a run. fault: (name, step, rank, marker) of tests/faults/faulty.py.
 
     options: further ones of torchrun.
     """
-    program = [ROOT / "main_pretrain.py"]
+    name = program.module.__name__
+    words = [ROOT / f"{name}.py"]
     if fault:
-        program = [ROOT / "tests" / "faults" / "faulty.py", *fault, "main_pretrain"]
-    program += tiny.command(data_path, output_dir, *flags)
+        words = [ROOT / "tests" / "faults" / "faulty.py", *fault, name]
+    words += program.command(data_path, output_dir, *flags)
     if processes > 1 or restarts:
-        return torchrun(*program, processes=processes, restarts=restarts, options=options)
-    return program
+        return torchrun(*words, processes=processes, restarts=restarts, options=options)
+    return words
 
 
 def start(*args, **options):

@@ -7,7 +7,27 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from scripts import pack_dataset
-from tests.runs import assert_same_state, finish, losses, pretrain, state
+from tests.runs import assert_same_state, finetune, finish, losses, pretrain, reports_without_times, state, tiny
+
+
+@pytest.mark.parametrize(
+    ("program", "processes", "flags"),
+    [
+        (tiny, 3, "--total_batch_size 6"),
+        (tiny, 4, "--batch_size 1 --accum_iter 2"),
+        (finetune, 3, "--batch_size 2"),
+        (finetune, 4, "--batch_size 1 --accum_iter 2 --mixup 0 --cutmix 0"),
+    ],
+)
+def test_resumed_in_several_processes_a_run_is_the_undisturbed_one(labelled, tmp_path, program, processes, flags):
+    """Of two numbers the order of a sum means nothing; of three it does."""
+    flags = [*flags.split(), "--epochs", 2]
+    options = dict(program=program, processes=processes)
+    finish(labelled, tmp_path / "whole", *flags, **options)
+    finish(labelled, tmp_path / "out", *flags, "--max_steps", 2, **options)
+    finish(labelled, tmp_path / "out", *flags, **options)
+    assert_same_state(state(tmp_path / "out"), state(tmp_path / "whole"))
+    assert reports_without_times(tmp_path / "out") == reports_without_times(tmp_path / "whole")
 
 
 def test_another_number_of_processes(photos, tmp_path):

@@ -9,7 +9,9 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -52,7 +54,26 @@ def wrap_model(
         sync_buffers = "forward_sync_buffers"
     # With accumulation some backward passes do not all-reduce, which a static graph does not allow.
     is_static = plan.accum_iter == 1
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=is_static, **{sync_buffers: False})
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=is_static, **{sync_buffers: False})
+    if process.device.type == "cpu":
+        ddp.register_comm_hook(None, average_in_rank_order)
+    return ddp
+
+
+def average_in_rank_order(_: None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    """A communication hook of DDP: the mean of the ranks' gradients, each added up in the same order.
+
+    The order in which gloo adds three or more depends on a gradient's place in its bucket. DDP orders the buckets anew
+    after the first backward pass of each start, so that a resumed run would differ from an undisturbed one.
+    """
+    gradients = [torch.empty_like(bucket.buffer()) for _ in range(dist.get_world_size())]
+    dist.all_gather(gradients, bucket.buffer())
+    total = gradients[0]
+    for gradient in gradients[1:]:
+        total += gradient
+    averaged: Future[torch.Tensor] = Future()
+    averaged.set_result(total / len(gradients))
+    return averaged
 
 
 def choose_attention(
