@@ -1,7 +1,8 @@
 """Learning-rate schedules as pure functions of the step, without a state that would have to be saved.
 
 The releases of the frameworks differ in three points: where the cosine begins, from which rate the warm-up starts, and
-whether the floor and the start are scaled by layer in fine-tuning. Each is implemented as its release has it.
+whether the floor and the start are scaled by layer in fine-tuning. Each is implemented as its release has it. `wsd` is
+of none: it serves runs whose length is not known.
 """
 
 import math
@@ -13,8 +14,8 @@ class Schedule:
     """`schedule(step, lr_scale)` returns the learning rate of an optimizer step, counted from 0.
 
     lr_scale: the factor of a parameter group under layer-wise learning-rate decay. name: one of SCHEDULES. lr: the
-    peak. min_lr: the floor of the cosine. warmup_lr: the start of the warm-up. lr_steps: for `simmim_steps`, the epochs
-    at which the rate falls tenfold.
+    peak. min_lr: the floor of the decay. warmup_lr: the start of the warm-up. lr_steps: for `simmim_steps`, the epochs
+    at which the rate falls tenfold. decay_epochs: for `wsd`, how many epochs the decay takes.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Schedule:
     min_lr: float = 0.0
     warmup_lr: float = 0.0
     lr_steps: tuple[float, ...] = ()
+    decay_epochs: int = 0
 
     def __call__(self, step: int, lr_scale: float = 1.0) -> float:
         return SCHEDULES[self.name](self, step, lr_scale)
@@ -82,9 +84,24 @@ def _simmim_steps(s: Schedule, step: int, lr_scale: float) -> float:
     return lr_scale * s.lr * 0.1**num_falls
 
 
+def _wsd(s: Schedule, step: int, lr_scale: float) -> float:
+    """Warm-up, stable, decay: MAE's warm-up, a constant rate, and a fall as 1 - sqrt(x) over the last epochs.
+
+    The form is that of arXiv:2405.18392 and timm. Until the decay begins, no rate depends on `epochs`.
+    """
+    epoch = step / s.steps_per_epoch
+    if epoch < s.warmup_epochs:
+        return _mae(s, step, lr_scale)
+    decayed_epochs = epoch - (s.epochs - s.decay_epochs)
+    if decayed_epochs <= 0:
+        return lr_scale * s.lr
+    return lr_scale * _line(math.sqrt(decayed_epochs / s.decay_epochs), 1.0, s.lr, s.min_lr)
+
+
 SCHEDULES = {
     "mae": _mae,
     "mff": _mff,
     "simmim": _simmim,
     "simmim_steps": _simmim_steps,
+    "wsd": _wsd,
 }

@@ -230,6 +230,8 @@ def losses_of_reports(folder):
         ("--lr 1e-4 --min_lr 1e-3", 2, "--min_lr"),
         ("--lr_schedule simmim_steps", 2, "--lr_steps"),
         ("--lr_steps 7", 2, "--lr_steps"),
+        ("--lr_schedule wsd", 2, "--decay_epochs"),
+        ("--lr_schedule wsd --epochs 2 --decay_epochs 2", 2, "--warmup_epochs"),
         ("--resume {run}/log.jsonl", 4, "log.jsonl"),
     ],
 )

@@ -1,6 +1,7 @@
 import math
 
 import pytest
+import torch
 
 from util.lr_sched import Schedule
 
@@ -92,3 +93,25 @@ def test_simmims_steps():
     assert lr(101) == lr(7000) == pytest.approx(4e-4)
     assert lr(7001) == lr(7999) == pytest.approx(4e-5)
     assert lr(7001, 0.65) == pytest.approx(0.65 * 4e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_wsd_against_a_table_and_timm(scale):
+    lr = Schedule(
+        "wsd", steps_per_epoch=10, epochs=12, warmup_epochs=2.5, lr=2.0, min_lr=0.5, warmup_lr=0.1, decay_epochs=4
+    )
+    rates = [lr(step, scale) / scale for step in range(121)]
+    assert rates[:26] == pytest.approx([0.1 + 1.9 * step / 25 for step in range(26)])
+    assert rates[25:81] == [2.0] * 56
+    # 1 - sqrt(x) at sixteenths, quarters and the end of the decay: of 1.5 above the floor
+    assert lr(80 + 40 / 16) == pytest.approx(0.5 + 1.5 * 3 / 4)
+    assert [rates[90], rates[110], rates[120]] == pytest.approx([1.25, 2 - 1.5 * 0.75**0.5, 0.5])
+
+    module = pytest.importorskip("timm.scheduler.wsd_lr", reason="timm has it from 1.0.31 on")
+    group = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 2.0, "lr_scale": scale}
+    optimizer = torch.optim.SGD([group])
+    sizes = {"t_initial": 95, "decay_t": 40, "warmup_t": 25, "t_in_epochs": False}  # the warm-up counts apart
+    timms = module.WSDLRScheduler(optimizer, lr_min=0.5, warmup_lr_init=0.1, **sizes)
+    for step, rate in enumerate(rates):
+        timms.step_update(step)
+        assert scale * rate == pytest.approx(optimizer.param_groups[0]["lr"]), step

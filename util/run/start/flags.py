@@ -71,8 +71,9 @@ def add_epoch_flags(group: FlagGroup) -> None:
         "--lr_schedule",
         default="mae",
         choices=SCHEDULES,
-        help="schedule of the framework's release: see util/lr_sched.py",
+        help="schedule of the framework's release: see util/lr_sched.py; wsd: a constant rate, then a decay",
     )
+    flag("--decay_epochs", type=int, default=0, at_least=0, help="for wsd: epochs of the decay, the last ones")
     flag(
         "--lr_steps",
         type=float,

@@ -115,6 +115,7 @@ class RunSchedule:
     summary: str  # one line for the log
     pauses: tuple[int, ...]  # at the multiples of these steps something may be due
     epochs: float  # length of the schedule, recorded with the run
+    decay_step: int | None = None  # of wsd: here the decay begins, and a longer run can start
     unit: str = "epoch"  # of --eval_every, or "iteration"
 
     def last_step(self, max_steps: int | None) -> int:
@@ -124,17 +125,11 @@ class RunSchedule:
 
 def schedule_by_epochs(args: argparse.Namespace, plan: Plan, steps_per_epoch: int) -> RunSchedule:
     """Returns the schedule of a run whose flags count epochs."""
-    learning_rate = Schedule(
-        args.lr_schedule,
-        steps_per_epoch,
-        args.epochs,
-        args.warmup_epochs,
-        lr=plan.lr,
-        min_lr=args.min_lr,
-        warmup_lr=args.warmup_lr,
-        lr_steps=tuple(args.lr_steps),
-    )
+    learning_rate = learning_rates({**vars(args), "lr": plan.lr}, steps_per_epoch)
     length = f"{count_of(args.epochs, 'epoch')} of {count_of(steps_per_epoch, 'step')}"
+    decay_step: int | None = None
+    if args.decay_epochs:
+        decay_step = (args.epochs - args.decay_epochs) * steps_per_epoch
     return RunSchedule(
         steps_per_epoch=steps_per_epoch,
         num_steps=args.epochs * steps_per_epoch,
@@ -143,6 +138,22 @@ def schedule_by_epochs(args: argparse.Namespace, plan: Plan, steps_per_epoch: in
         summary=f"{length}, {args.warmup_epochs:g} of warm-up, peak learning rate {plan.lr:.4g}",
         pauses=(steps_per_epoch,),
         epochs=args.epochs,
+        decay_step=decay_step,
+    )
+
+
+def learning_rates(settings: Mapping[str, Any], steps_per_epoch: int) -> Schedule:
+    """Returns the learning rates of a run with these settings, of which `lr` is the peak."""
+    return Schedule(
+        settings["lr_schedule"],
+        steps_per_epoch,
+        settings["epochs"],
+        settings["warmup_epochs"],
+        lr=settings["lr"],
+        min_lr=settings["min_lr"],
+        warmup_lr=settings["warmup_lr"],
+        lr_steps=tuple(settings["lr_steps"]),
+        decay_epochs=settings.get("decay_epochs", 0),  # a checkpoint may be older than the flag
     )
 
 
@@ -160,8 +171,14 @@ def check_flags(args: argparse.Namespace) -> None:
     if bool(args.lr_steps) != (args.lr_schedule == "simmim_steps"):
         pair = f"{args.lr_schedule!r} and {args.lr_steps}"
         raise ValueError(f"--lr_schedule simmim_steps and --lr_steps need each other, got {pair}")
-    if not 0 <= args.warmup_epochs <= args.epochs:
-        raise ValueError(f"--warmup_epochs {args.warmup_epochs} must lie between 0 and --epochs {args.epochs}")
+    if bool(args.decay_epochs) != (args.lr_schedule == "wsd"):
+        pair = f"{args.lr_schedule!r} and {args.decay_epochs}"
+        raise ValueError(f"--lr_schedule wsd and --decay_epochs need each other, got {pair}")
+    if not 0 <= args.warmup_epochs <= args.epochs - args.decay_epochs:
+        raise ValueError(
+            f"--warmup_epochs {args.warmup_epochs} must lie between 0 and --epochs {args.epochs}, less --decay_epochs "
+            f"{args.decay_epochs}"
+        )
 
 
 def check_repeats(args: argparse.Namespace, batch_size: int) -> None:

@@ -4,6 +4,7 @@ Each flag says at its definition what it changes. One that changes results may n
 unless --allow_changes is given. If others affect rounding or random draws, a note says so.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,18 @@ from typing import Any
 import torch
 
 from util import collectives
+from util.data.datasets import group_of, steps_per_epoch
 from util.run.cli import Change
 from util.run.files import checkpoint, search, strict
 from util.run.files.record import CheckpointError, CheckpointInfo, EncoderSource, RunInfo
+from util.run.start.plan import learning_rates
 
 Settings = Mapping[str, Any]
 Changes = Mapping[str, Change]  # what each flag changes, by name
+# Flags that change nothing of a step but its learning rate, or with --repeat_aug its crops.
+SCHEDULE_FLAGS = frozenset(
+    ("epochs", "warmup_epochs", "decay_epochs", "lr_schedule", "lr_steps", "lr", "blr", "min_lr", "warmup_lr")
+)
 
 
 def read_resumed(path: Path | None, program: str, total_batch_size: int) -> CheckpointInfo | None:
@@ -100,6 +107,8 @@ def find_changes(
     assert before.run is not None
     assert now.run is not None
     names = changed_names("results", flag_changes, before.settings, now.settings)
+    if SCHEDULE_FLAGS.intersection(names) and begin_alike(before, now):
+        names = [name for name in names if name not in SCHEDULE_FLAGS]
     changes = [f"--{describe_change(name, before.settings, now.settings)}" for name in names]
     for name in sorted(chosen):
         if name not in before.settings and flag_changes.get(name, "results") == "results":
@@ -112,6 +121,32 @@ def find_changes(
         if before.run.files.get(flag) != fingerprint:
             changes.append(f"the {flag}'s weights have changed")
     return changes
+
+
+def begin_alike(before: CheckpointInfo, now: CheckpointInfo) -> bool:
+    """Whether the steps that the checkpoint has made are the same with both values of SCHEDULE_FLAGS.
+
+    Then they have the same learning rates, and the same crops of --repeat_aug. When maps of --sampling attention are
+    made depends on the number of epochs, so runs that draw by them count as different.
+    """
+    assert before.run is not None
+    old = before.settings
+    new = now.settings
+    if "lr_schedule" not in old or old.get("sampling") == "attention":
+        return False
+    num_steps = before.run.step
+    steps = steps_per_epoch(before.run.data.num_images, old["total_batch_size"])
+    old_rate = learning_rates(old, steps)
+    new_rate = learning_rates(new, steps)
+    for step in range(num_steps):
+        for lr_scale in (0.0, 1.0):  # rates are linear in it
+            if old_rate(step, lr_scale) != new_rate(step, lr_scale):
+                return False
+    for epoch in range(math.ceil(num_steps / steps)):
+        old_group = group_of(epoch, old["repeat_aug"], range(old["epochs"]))
+        if old_group != group_of(epoch, new["repeat_aug"], range(new["epochs"])):
+            return False
+    return True
 
 
 def find_data_changes(before: CheckpointInfo, now: CheckpointInfo) -> list[str]:

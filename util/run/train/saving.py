@@ -61,7 +61,7 @@ class Write:
 
     file: str
     needed_steps: list[int]
-    outcome: Future[str]  # a warning for the log, or ""; OSError if the write fails
+    outcome: Future[str]  # a note for the log, or ""; OSError if the write fails
 
 
 @dataclass
@@ -99,8 +99,8 @@ class CheckpointSaver:
         return self.is_kept(self.loop.step) or (self.save_steps > 0 and self.loop.step % self.save_steps == 0)
 
     def is_kept(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is kept for good. That of the end of the schedule always is."""
-        return step % self.schedule.keep_every == 0 or step == self.schedule.num_steps
+        """Whether the checkpoint of `step` is kept for good. Those of the end and of the start of the decay are."""
+        return step % self.schedule.keep_every == 0 or step in (self.schedule.num_steps, self.schedule.decay_step)
 
     def is_time(self) -> bool:
         """Whether `save_minutes` have passed since the last save, and no write is in flight. For rank 0.
@@ -213,14 +213,16 @@ class CheckpointSaver:
     def write_and_prune(
         self, step: int, state: Mapping[str, Any], info: CheckpointInfo, needed_steps: Sequence[int]
     ) -> str:
-        """For the thread. Returns a warning for the log, or "". OSError if the write fails."""
-        checkpoint.save_checkpoint(self.output_dir, step, state, info.to_json(), self.is_kept(step))
+        """For the thread. Returns a note for the log, or "". OSError if the write fails."""
+        path = checkpoint.save_checkpoint(self.output_dir, step, state, info.to_json(), self.is_kept(step))
         write_progress(self.output_dir, step)
         write_state(self.output_dir, "running", step=step)
         try:
             checkpoint.prune_checkpoints(self.output_dir, needed_steps)
         except OSError as error:
             return f"warning: older checkpoints could not be removed ({error})"
+        if step == self.schedule.decay_step:
+            return f"note: the decay begins; a run with more --epochs can start at {path}, which is kept (--resume)"
         return ""
 
     def write_best(self, state: Mapping[str, Any], info: CheckpointInfo) -> str:
@@ -238,18 +240,18 @@ class CheckpointSaver:
         wait([writing.outcome])
         self.writing = None
         try:
-            warning = writing.outcome.result()
+            note = writing.outcome.result()
         except OSError as error:
             self.num_failures += 1
             if required:
                 raise self.describe_failure(writing.file, error) from error
-            warning = f"warning: {writing.file} could not be written ({error}); training goes on"
+            note = f"warning: {writing.file} could not be written ({error}); training goes on"
         else:
             self.saved_steps = writing.needed_steps
             self.has_checkpoint = self.has_checkpoint or writing.file != checkpoint.file_name("best")
             self.num_failures = 0
-        if warning:
-            self.loop.log.info(warning)
+        if note:
+            self.loop.log.info(note)
 
     def describe_failure(self, file: str, error: OSError) -> OSError:
         """Returns the error of a write that ends the run, which says what is lost."""

@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 import main_pretrain
-from tests.runs import info_of_run, pretrain
+from tests.runs import assert_same_state, info_of_run, pretrain, reports_without_times
 from util.run.files.checkpoint import save_checkpoint
 from util.run.files.record import CheckpointError, StartInfo
 from util.run.start.resume import find_changes, find_notes, read_resumed, restore
@@ -100,6 +100,52 @@ def test_a_recipe_that_gains_a_flag_does_not_change_a_run_silently(photos, tmp_p
     assert "--target is unknown to the checkpoint and now is hog" in pretrain.refused(capsys, *command, 2)
     recipe["target"] = "pixels"  # its default, which keeps the former behaviour
     assert pretrain(*command, 2)["meta"]["settings"]["target"] == "pixels"
+
+
+WSD = ["--lr_schedule", "wsd", "--lr", "1e-3", "--warmup_epochs", "1", "--picture_every", "0", "--save_every", "100"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "stem", "longer"),
+    [
+        ("--epochs 4 --decay_epochs 1", 9, "--epochs 6 --decay_epochs 2"),
+        ("--epochs 4 --decay_epochs 2 --repeat_aug 2", 6, "--epochs 5 --decay_epochs 1 --min_lr 1e-5"),
+    ],
+)
+def test_two_lengths_from_one_stem_are_equal_to_two_whole_runs(photos, tmp_path, capsys, flags, stem, longer):
+    short = pretrain(photos, tmp_path / "short", *WSD, *flags.split())
+    path = tmp_path / "short" / f"checkpoint-{stem}.pth"
+    assert path.exists()  # of checkpoints that are not kept only the last two are left
+    assert str(path) in capsys.readouterr().out
+    again = pretrain(photos, tmp_path / "again", *WSD, *flags.split(), "--resume", path)
+    assert_same_state(again, short)
+    both = (*WSD, *flags.split(), *longer.split())
+    whole = pretrain(photos, tmp_path / "whole", *both)
+    from_stem = pretrain(photos, tmp_path / "longer", *both, "--resume", path)
+    assert_same_state(from_stem, whole)
+    assert reports_without_times(tmp_path / "longer") == reports_without_times(tmp_path / "whole")[stem:]
+
+
+@pytest.mark.parametrize(
+    ("flags", "step", "longer"),
+    [
+        ("--epochs 4 --decay_epochs 2", 9, "--epochs 6"),  # a stem inside the decay
+        ("--epochs 4 --decay_epochs 1", 9, "--epochs 6 --warmup_epochs 2"),
+        ("--epochs 6 --decay_epochs 1 --repeat_aug 4", 15, "--epochs 8"),  # groups of 4 + 2 epochs, and of 4 + 4
+        (
+            "--model amt_vit_micro_patch4 --sampling attention --attention_start 1 --attention_every 1 "
+            "--epochs 4 --decay_epochs 1",
+            9,
+            "--epochs 6",
+        ),
+    ],
+)
+def test_a_run_that_would_have_begun_otherwise_is_not_prolonged(photos, tmp_path, capsys, flags, step, longer):
+    pretrain(photos, tmp_path / "short", *WSD, *flags.split(), "--max_steps", step)
+    path = tmp_path / "short" / f"checkpoint-{step}.pth"
+    both = (*WSD, *flags.split(), *longer.split())
+    message = pretrain.refused(capsys, photos, tmp_path / "longer", *both, "--resume", path)
+    assert "--epochs was" in message
 
 
 def write_run(tmp_path, **parts):
