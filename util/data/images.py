@@ -271,7 +271,7 @@ class EncodedImages(Images):
 
     def _refuse_bad(self, problems: Sequence[str], num_checked: int, max_bad_fraction: float) -> None:
         """ImageError if too many of the checked images have problems. It notes those that will be replaced."""
-        message = f"{len(problems)} of {num_checked} checked images cannot be read"
+        message = f"{len(problems)} of {num_checked} checked images cannot be used"
         num_accepted = 0.0
         if max_bad_fraction:
             num_accepted = max(1, max_bad_fraction * num_checked)
@@ -298,23 +298,31 @@ class EncodedImages(Images):
         data = self.read(i)
         bits = 8
         bands = 3
+        losses: list[str] = []
         with suppress(UnidentifiedImageError), open_image(io.BytesIO(data)) as img:
             if img.format == "PNG":
                 bits = data[PNG_BITS]
             elif img.format == "TIFF":
                 bits = max(img.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (8,)))
                 bands = img.tag_v2.get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
-        if bits > 8 or bands > 3:
-            problem = f"{self.path(i)!r} has {max(8, bits)} bits and {bands} bands, and is read as RGB of 8 bits"
+        if bits > 8:
+            losses.append(f"{bits} bits")
+        if bands > 3:
+            losses.append(f"{bands} bands")
+        if losses:
+            problem = f"{self.path(i)!r} has {' and '.join(losses)}, and is read as RGB of 8 bits"
             self.notes.append(f"warning: {problem}: see --in_chans")
 
     def _note_nodata(self, i: int) -> None:
-        """Notes that the tag of a GeoTIFF like i names a value of invalid pixels, and no flag declares any."""
+        """Notes that the tag of a GeoTIFF like i names another value of invalid pixels than --nodata."""
+        declared: float | None = None
         if self.invalid is not None:
-            return
+            declared = self.invalid.nodata
         with suppress(Exception), tifffile.TiffFile(self.source(i)) as tiff:  # of many types, for other files
-            value = tiff.pages[0].tags[GDAL_NODATA].value
-            self.notes.append(f"note: the tag of {self.path(i)!r} says nodata {value}, and --nodata is not given")
+            value = float(tiff.pages[0].tags[GDAL_NODATA].value)
+            if str(value) != str(declared):  # as text, in which NaN equals itself
+                tag = f"the tag of {self.path(i)!r} says nodata {value:.10g}"
+                self.notes.append(f"note: {tag}, and --nodata is {declared}")
 
     def source(self, i: int) -> str | io.BytesIO:
         """Returns image i in a form that Pillow opens."""

@@ -353,11 +353,15 @@ def test_a_mark_that_no_measured_image_has_is_said(tmp_path, nodata, is_found):
     assert not (is_found and others)
 
 
-def test_a_nodata_tag_that_no_flag_declares_is_said(tmp_path):
+@pytest.mark.parametrize("declared", [None, InvalidPixels(mask_band=3), InvalidPixels(0.0)])
+def test_a_nodata_tag_that_no_flag_declares_is_said(tmp_path, declared):
     tifffile = pytest.importorskip("tifffile")
     tag = (42113, "s", 0, "7", True)
     tifffile.imwrite(tmp_path / "0.tif", pixels(4, "uint16"), photometric="minisblack", extratags=[tag])
-    notes = open_images("folder", tmp_path, in_chans=4).notes
+    in_chans = 4
+    if declared and declared.mask_band:
+        in_chans = 3
+    notes = open_images("folder", tmp_path, in_chans=in_chans, invalid=declared).notes
     assert ["nodata 7" in note and "--nodata" in note for note in notes] == [True]
     assert not open_images("folder", tmp_path, in_chans=4, invalid=InvalidPixels(7.0)).notes
 

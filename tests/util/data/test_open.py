@@ -92,7 +92,7 @@ def test_an_error_that_rank_0_finds_ends_all_with_one_sentence(photos, tmp_path,
     if case == "headers":
         for path in sorted(Path(root / "train" / "cat").iterdir())[:3]:
             path.write_bytes(b"no image")
-        message = "3 of 24 checked images cannot be read"
+        message = "3 of 24 checked images cannot be used"
     first, second = run_in_two_processes(open_and_watch, [root, root])
     assert message in first
     assert first == second
