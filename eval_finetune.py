@@ -90,7 +90,7 @@ def evaluate_set(
     args: argparse.Namespace, classifier: Trained, settings: Mapping[str, Any], session: Session
 ) -> dict[str, float]:
     """Evaluates a classifier of ImageNet on the test set --eval_set at --data_path. settings: of `settings_of_eval`."""
-    wnids = classifier.weights.info.classes or robustness.imagenet_wnids()
+    wnids = classifier.weights.info.classes or robustness.wnids_of()
     if settings["nb_classes"] != len(wnids) or settings["in_chans"] != RGB8.channels:
         raise ValueError(f"--eval_set {args.eval_set} needs a classifier of ImageNet, and {args.resume!r} is none")
     folders = collectives.run_on_rank0(lambda: robustness.find_folders(args.eval_set, args.data_path))

@@ -25,7 +25,8 @@ CORRUPTIONS = ("snow", "fog")
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """ImageNet has twelve classes, and ImageNet-C two corruptions."""
-    monkeypatch.setattr(robustness, "imagenet_wnids", lambda: WNIDS)
+    lists = {"imagenet": WNIDS, "imagenet_a": SUBSET, "imagenet_r": SUBSET}
+    monkeypatch.setattr(robustness, "wnids_of", lambda eval_set="imagenet": lists[eval_set])
     monkeypatch.setattr(robustness, "ALEXNET_ERRORS", {name: ALEXNET_ERRORS[name] for name in CORRUPTIONS})
 
 
@@ -104,6 +105,19 @@ def slow_top1(model, folder, view, wnids=WNIDS):
     return 100 * sum(hits) / len(hits)
 
 
+def test_the_classes_of_the_published_sets(monkeypatch):
+    """A goldfish is in ImageNet-R alone."""
+    monkeypatch.undo()
+    imagenet = robustness.wnids_of()
+    assert len(imagenet) == 1000
+    for name, has_goldfish in (("imagenet_a", False), ("imagenet_r", True)):
+        classes = robustness.wnids_of(name)
+        assert len(classes) == 200
+        assert ("n01443537" in classes) == has_goldfish
+        columns = robustness.find_columns(name, classes, imagenet)
+        assert [imagenet[column] for column in columns] == classes
+
+
 def test_ce_against_a_hand_computed_case(monkeypatch):
     """The mean over severities comes before the division, the mean over corruptions after it."""
     monkeypatch.undo()
@@ -180,6 +194,8 @@ def test_user_errors(sets, finetuned, model, tmp_path, capsys):
     assert "fog/2" in error(finetuned, tmp_path / "sets", "imagenet_c", *out)
     shutil.rmtree(tmp_path / "sets" / "imagenet_sketch" / WNIDS[3])
     assert WNIDS[3] in error(finetuned, tmp_path / "sets", "imagenet_sketch")
+    shutil.rmtree(tmp_path / "sets" / "imagenet_r" / SUBSET[2])
+    assert SUBSET[2] in error(finetuned, tmp_path / "sets", "imagenet_r")
     (tmp_path / "sets" / "imagenet_a" / SUBSET[0]).rename(tmp_path / "sets" / "imagenet_a" / "tench")
     assert "tench" in error(finetuned, tmp_path / "sets", "imagenet_a")
     other = write_checkpoint(tmp_path / "other", model, classes=WNIDS[:5])

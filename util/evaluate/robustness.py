@@ -1,6 +1,7 @@
 """The published test sets of ImageNet classifiers, ImageNet-A, -R, -Sketch and -C, and ImageNet-C's mean error."""
 
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,9 @@ def find_folders(eval_set: str, root: str) -> dict[str, Path]:
     return folders
 
 
-def imagenet_wnids() -> list[str]:
-    """Returns the wnids of ImageNet-1k in the order of a classifier's logits."""
-    from timm.data import ImageNetInfo
-
-    return sorted(ImageNetInfo().label_names())
+def wnids_of(eval_set: str = "imagenet") -> list[str]:
+    """Returns the wnids of ImageNet-1k in the order of a classifier's logits, or those of ImageNet-A or -R."""
+    return sorted(files("timm.data").joinpath("_info", f"{eval_set}_synsets.txt").read_text().split())
 
 
 def find_columns(eval_set: str, classes: Sequence[str], wnids: Sequence[str]) -> list[int] | None:
@@ -62,13 +61,16 @@ def find_columns(eval_set: str, classes: Sequence[str], wnids: Sequence[str]) ->
 
     classes: of the folder. wnids: of the classifier. ValueError if the folder has not the classes of the set.
     """
-    if list(classes) == list(wnids):
-        return None
-    odd = sorted(set(classes) - set(wnids))
-    if eval_set not in RESTRICTED:
-        odd = sorted(set(classes) ^ set(wnids))
+    expected = wnids
+    if eval_set in RESTRICTED:
+        expected = wnids_of(eval_set)
+    odd = (set(classes) ^ set(expected)) | (set(expected) - set(wnids))
     if odd:
-        raise ValueError(f"--eval_set {eval_set}: only one of --data_path and the classifier has {shorten(odd)}")
+        raise ValueError(
+            f"--eval_set {eval_set}: --data_path or the classifier has other classes: {shorten(sorted(odd))}"
+        )
+    if eval_set not in RESTRICTED:
+        return None
     return [wnids.index(wnid) for wnid in classes]
 
 
