@@ -24,7 +24,10 @@ def read_coco(path: Path) -> dict[str, Any]:
     missing = [name for name in ("images", "annotations", "categories") if name not in content]
     if missing:
         raise ValueError(f"{str(path)!r} is no file in COCO's format with objects: it has no {', '.join(missing)}")
-    problem = find_problem(content)
+    try:
+        problem = find_problem(content)
+    except KeyError as error:
+        problem = f"an entry has no {error}"
     if problem:
         raise ValueError(f"{str(path)!r}: {problem}")
     return content

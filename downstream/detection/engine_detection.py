@@ -135,18 +135,26 @@ def detect_all(
     return sorted(results_of_all, key=lambda result: result["image_id"]), shown
 
 
-def score_results(results: list[dict[str, Any]], images: CocoImages, masks: bool) -> dict[str, float]:
+def score_results(results: list[dict[str, Any]], images: CocoImages, masks: bool) -> Evaluation:
     """Returns COCO's average precisions in percent: box_ap, box_ap50, ..., mask_ap, ... Those without objects are left
-    out."""
+    out. The details are the average precisions of each category."""
     truth = read_coco(images.json_path)
     kinds = {"box": "bbox"}
     if masks:
         kinds["mask"] = "segm"
-    scores = {}
+    scores: dict[str, float] = {}
+    details = {}
     for name, kind in kinds.items():
-        for measure, value in average_precision(truth, results, kind).items():
+        precision = average_precision(truth, results, kind)
+        for measure, value in precision.scores.items():
             scores[f"{name}_{measure}"] = value
-    return scores
+        of_names = {}
+        for number, category in images.categories:
+            if number in precision.of_categories:
+                of_names[category] = precision.of_categories[number]
+        details[f"{name}_ap_of_classes"] = of_names
+    scores["num_images"] = len(images)
+    return Evaluation(scores, details)
 
 
 def evaluate(model: nn.Module, images: CocoImages, masks: bool, num_pictures: int, context: EvalContext) -> Evaluation:
@@ -155,10 +163,9 @@ def evaluate(model: nn.Module, images: CocoImages, masks: bool, num_pictures: in
     masks: score masks, too, which all objects must have. num_pictures: images that are shown.
     """
     results, shown = detect_all(model, images, num_pictures, context)
-    scores = collectives.run_on_rank0(lambda: score_results(results, images, masks))
-    scores["num_images"] = len(images)
+    evaluation = collectives.run_on_rank0(lambda: score_results(results, images, masks))
     rank, _ = collectives.rank_and_world_size()
     picture = None
     if shown and rank == 0:
         picture = draw_pictures(shown, [name for _, name in images.categories])
-    return Evaluation(scores, {}, picture)
+    return evaluation._replace(picture=picture)

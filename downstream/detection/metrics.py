@@ -2,7 +2,9 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from downstream.detection.masks import coco_masks, mask_code
 
@@ -10,12 +12,19 @@ from downstream.detection.masks import coco_masks, mask_code
 NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 
 
+class AveragePrecision(NamedTuple):
+    """Average precision in percent, where there are objects."""
+
+    scores: dict[str, float]  # of NAMES
+    of_categories: dict[int, float]  # {id of a category: "ap" of it alone}
+
+
 def average_precision(
     truth: Mapping[str, Any],
     detections: Sequence[Mapping[str, Any]],
     kind: str,
-) -> dict[str, float]:
-    """Returns the values of NAMES in percent, of those of which there are objects.
+) -> AveragePrecision:
+    """Scores detections.
 
     truth: the content of a COCO-style JSON file. detections: COCO's results of all images, with image_id, category_id,
     score, bbox [x, y, width, height] and, for masks, segmentation. kind: "bbox" or "segm".
@@ -32,7 +41,14 @@ def average_precision(
     evaluation = COCOeval_faster(coco, coco.loadRes(results), iouType=kind)
     evaluation.run()
     measured = dict(zip(NAMES, evaluation.stats, strict=False))
-    return {name: 100 * float(value) for name, value in measured.items() if value >= 0}
+    scores = {name: 100 * float(value) for name, value in measured.items() if value >= 0}
+    # [IoU, recall, category, area, detections]: at first all areas, at last 100 detections
+    precision = np.moveaxis(evaluation.eval["precision"][:, :, :, 0, -1], 2, 0)
+    of_categories = {}
+    for category, values in zip(evaluation.params.catIds, precision, strict=True):
+        if values.min() >= 0:  # -1: there is no object
+            of_categories[int(category)] = 100 * float(values.mean())
+    return AveragePrecision(scores, of_categories)
 
 
 def complete_truth(truth: Mapping[str, Any]) -> dict[str, Any]:

@@ -288,7 +288,7 @@ def read_classes(path: str | Path | None, num_classes: int) -> ClassList:
         return ClassList(names, colors)
     if not Path(path).is_file():
         raise ValueError(f"--class_names {str(path)!r} does not exist: give a text file with a line for each class")
-    text = Path(path).read_text(encoding="utf-8")
+    text = Path(path).read_text(encoding="utf-8-sig")  # Notepad writes a BOM
     lines = [line.split() for line in text.splitlines() if line.strip()]
     if len(lines) != num_classes:
         raise ValueError(f"--class_names {str(path)!r} names {len(lines)} classes, but there are {num_classes}")

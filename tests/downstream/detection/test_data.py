@@ -22,7 +22,7 @@ from downstream.detection.data import (
 )
 from downstream.detection.engine_detection import pad_with_zeros, split_targets
 from downstream.detection.masks import decode_mask, encode_mask
-from downstream.detection.metrics import average_precision
+from downstream.detection.metrics import NAMES, average_precision
 from downstream.detection.objects import detections_in_image, paste_masks
 from util.data.datasets import AddressedDataset
 from util.data.images import ImageError
@@ -92,6 +92,7 @@ def make_corners(content):
         lambda content: content["images"][1].update(id=100),
         lambda content: content["images"][1].update(file_name="000.png"),
         lambda content: content["categories"][0].update(id=WEDGE),
+        lambda content: content["images"][1].pop("width"),
         lambda content: content["annotations"][0].update(image_id=5),
         lambda content: content["annotations"][0].update(category_id=9),
         lambda content: content["annotations"][0].update(segmentation=[[1, 2, 3, 4]]),
@@ -321,16 +322,21 @@ def test_average_precision_equals_the_reference_evaluator(truth, kind):
     reference = coco.COCO()
     reference.dataset = truth
     reference.createIndex()
-    evaluation = evaluator.COCOeval(reference, reference.loadRes(results), kind)
-    evaluation.evaluate()
-    evaluation.accumulate()
-    evaluation.summarize()
+    loaded = reference.loadRes(results)
+
+    def measures(**params):
+        evaluation = evaluator.COCOeval(reference, loaded, kind)
+        vars(evaluation.params).update(params)
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+        return 100 * evaluation.stats[: len(NAMES)]
+
+    truth["categories"].append({"id": 5, "name": "absent"})
     found = average_precision(truth, detections, kind)
-    for value, expected in zip(found.values(), evaluation.stats, strict=False):
-        if value is None:
-            assert expected == -1
-        else:
-            assert value == pytest.approx(100 * expected, rel=1e-9)
+    expected = {name: value for name, value in zip(NAMES, measures(), strict=True) if value >= 0}
+    assert found.scores == pytest.approx(expected, rel=1e-9)
+    assert found.of_categories == pytest.approx({number: measures(catIds=[number])[0] for number in (BAR, WEDGE)})
 
 
 def test_missing_fields_are_filled_in(truth):
@@ -339,7 +345,7 @@ def test_missing_fields_are_filled_in(truth):
         annotation["id"] = 0  # which the evaluators take for "not matched"
         del annotation["area"]
         del annotation["iscrowd"]
-    scores = average_precision(truth, detections, "bbox")
+    scores = average_precision(truth, detections, "bbox").scores
     assert scores["ap"] == pytest.approx(100)
-    scores = average_precision(truth, detections[1:], "bbox")
+    scores = average_precision(truth, detections[1:], "bbox").scores
     assert scores["ap"] < 100

@@ -16,8 +16,13 @@ pytest.importorskip("faster_coco_eval")
 
 
 def test_boxes_and_masks_have_scores(shapes, detected):
-    last = read_json(detected / RESULTS)["last"]
+    results = read_json(detected / RESULTS)
+    last = results["last"]
     assert {"val_box_ap_small", "val_box_ap50", "val_mask_ap", "val_mask_ap75"} <= last.keys()
+    for kind in ("box", "mask"):
+        of_classes = results["details"][f"{kind}_ap_of_classes"]
+        assert list(of_classes) == ["wedge", "bar"]
+        assert last[f"val_{kind}_ap"] == pytest.approx(sum(of_classes.values()) / 2)
     settings = state(detected)["meta"]["settings"]
     assert settings["categories"] == [[3, "wedge"], [7, "bar"]]
     of_boxes = detect.evaluate(shapes, detected, "--no-masks")

@@ -130,10 +130,10 @@ def test_slide_inference_is_the_mean_over_windows(window_weights):
 
 def test_names_and_colours_of_classes(tmp_path):
     path = tmp_path / "classes.txt"
-    path.write_text("sky\n1 2 3 tall tree\n4 x\n")
+    path.write_text("4 5 6 sky\n1 2 3 tall tree\n4 x\n", encoding="utf-8-sig")
     names, colors = read_classes(path, 3)
     assert names == ["sky", "tall tree", "4 x"]
-    assert colors[1].tolist() == [1, 2, 3]
+    assert colors[:2].tolist() == [[4, 5, 6], [1, 2, 3]]
     for other in (path, tmp_path / "none.txt"):
         with pytest.raises(ValueError, match="--class_names"):
             read_classes(other, 4)
