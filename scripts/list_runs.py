@@ -24,6 +24,7 @@ from util.text import printable
 
 COLUMNS = ("run", "program", "model", "step", "last_step", "state", "why", "loss", "knn", "score", "measure", "time")
 MEASURES = ("val_top1", "val_miou", "val_box_ap")  # the score of a program; the first that is there
+NO_SETTINGS = (*COLUMNS, "output_dir", "mean", "std")  # the last two are mostly measured
 Row = dict[str, Any]
 
 
@@ -77,8 +78,7 @@ def differing_settings(row: Row, rows: Sequence[Row]) -> str:
     others = [other for other in rows if other["program"] == row["program"]]
     parts = []
     for name, value in row.items():
-        is_setting = name not in COLUMNS and name != "output_dir"
-        if is_setting and any(other.get(name) != value for other in others):
+        if name not in NO_SETTINGS and any(other.get(name) != value for other in others):
             parts.append(f"{name} {text_of(value) or 'none'}")
     return ", ".join(parts)
 

@@ -1,7 +1,7 @@
 """Predict classes, label maps or objects of images, by a finished run of any task.
 
     python scripts/predict.py output/bands_finetuned data/few/val --output_dir output/predicted
-    python scripts/predict.py output/parts scene.tif --keep_size --output_dir output/maps
+    python scripts/predict.py output/fields scene.tif --keep_size --output_dir output/maps
     python scripts/predict.py output/coco images.txt --output_dir output/objects
 
 RUN is the folder of a run or a checkpoint: of main_finetune.py (or a classifier of MAE, timm or Transformers), of

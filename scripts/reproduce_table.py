@@ -112,7 +112,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         cells = []
         for row in rows:
             names = (row[name] for name in ("table", "row", "pretrain", "column", "published"))
-            cells.append([*names, measured(row, published, args.output_dir)])
+            number = measured(row, published, args.output_dir)
+            if isinstance(number, float):
+                number = f"{number:.2f}"
+            cells.append([*names, number])
         print(markdown_table(["table", "row", "recipe", "column", "published", "measured"], cells, left=4))
         for row in rows:
             if row["note"]:

@@ -54,6 +54,8 @@ def test_each_run_has_a_row(output, capsys):
     }
     assert rows["prmim"]["why"] == "--max_steps 4"
     assert rows["prmim"]["throw_ratio"] == 0.5
+    ours = rows["prmim"] | {"mean": [0.25]}
+    assert list_runs.differing_settings(ours, [ours, rows["mae"]]).startswith("throw_ratio 0.5")
     losses = [report["loss"] for report in reports(output / "mae") if "loss" in report]
     accuracies = [report["knn_top1"] for report in reports(output / "mae") if "knn_top1" in report]
     assert (rows["mae"]["loss"], rows["mae"]["knn"]) == (losses[-1], accuracies[-1])

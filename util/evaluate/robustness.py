@@ -53,7 +53,8 @@ def find_folders(eval_set: str, root: str) -> dict[str, Path]:
 
 def wnids_of(eval_set: str = "imagenet") -> list[str]:
     """Returns the wnids of ImageNet-1k in the order of a classifier's logits, or those of ImageNet-A or -R."""
-    return sorted(files("timm.data").joinpath("_info", f"{eval_set}_synsets.txt").read_text().split())
+    path = files("timm.data") / "_info" / f"{eval_set}_synsets.txt"
+    return sorted(path.read_text().split())
 
 
 def find_columns(eval_set: str, classes: Sequence[str], wnids: Sequence[str]) -> list[int] | None:
