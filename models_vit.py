@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from util.attention import self_attention, split_heads
-from util.pos_embed import height_and_width, position_table, rotary_table, rotate, table_for_grid
+from util.pos_embed import height_and_width, position_table, rotary_table, rotate
 from util.tokens import take_tokens
 
 __all__ = [
@@ -355,14 +355,12 @@ class PositionedEncoder(PatchEncoder):
 
     def __init__(self, sizes: ViTSizes, num_cls_tokens: int = 1) -> None:
         super().__init__(sizes, num_cls_tokens)
-        self.table_grid = self.grid_size  # of `pos_embed`; images of another size interpolate it
         self.cls_token_mlp: nn.Module = nn.Identity()  # TEC has an MLP
 
     @property
     def patch_positions(self) -> Tensor:
         """The positions of the patches [1, N, D]."""
-        table = table_for_grid(self.pos_embed, self.table_grid, self.grid_size)
-        return table[:, self.num_cls_tokens :]
+        return self.pos_embed[:, self.num_cls_tokens :]
 
     def embed(self, imgs: Tensor) -> Tensor:
         """Embeds all patches of images [B, C, H, W], with their positions. Returns [B, N, D]."""
@@ -371,10 +369,11 @@ class PositionedEncoder(PatchEncoder):
             return tokens
         return tokens + self.patch_positions
 
-    def rotation(self, ids: Tensor | None = None) -> Tensor | None:
+    def rotation(self, ids: Tensor | None = None, size: Sequence[int] | None = None) -> Tensor | None:
         """Returns how queries and keys of class tokens and of the patches `ids` [B, n] are rotated, or None.
 
-        ids: raster numbers; by default all patches. See `util.pos_embed.rotate`.
+        ids: raster numbers; by default all patches. size: (height, width) of the images in pixels, by default
+        `img_size`. See `util.pos_embed.rotate`.
         """
         return None
 
@@ -398,7 +397,7 @@ class PositionedEncoder(PatchEncoder):
 
     def forward_features(self, imgs: Tensor) -> Tensor:
         """Computes features [B, P + N, D] of normalised images [B, C, H, W], class tokens first, after the norm."""
-        return self.norm(self.encode(self.embed(imgs), self.rotation()))
+        return self.norm(self.encode(self.embed(imgs), self.rotation(size=imgs.shape[-2:])))
 
     def cls_attention(self, imgs: Tensor) -> Tensor:
         """Returns how much the first class token attends to the patches in the last block, float [B, heads, N].
@@ -406,7 +405,7 @@ class PositionedEncoder(PatchEncoder):
         imgs: normalised images [B, C, H, W], of which all patches are visible.
         """
         x = self.prepend_cls_token(self.embed(imgs))
-        rotation = self.rotation()
+        rotation = self.rotation(size=imgs.shape[-2:])
         for block in self.blocks[:-1]:
             x = run_block(block, x, rotation)
         attention = self.blocks[-1].cls_attention(x, rotation)  # to other class tokens, too
@@ -419,7 +418,8 @@ class ViTEncoder(PositionedEncoder):
     num_cls_tokens: P; MAE has one.
     learned_pos_embed: train the position table from random numbers. By default it is a frozen sine-cosine table.
     registers: all class tokens but the first are registers, which no head reads.
-    rotary: rotate queries and keys by the places of their patches, as DINOv3, instead of a position table.
+    rotary: rotate queries and keys by the places of their patches, as DINOv3, instead of a position table. Images may
+        then have any size that patches divide.
     norm_eps: epsilon of the LayerNorms.
     sizes: the fields of `ViTSizes`.
     """
@@ -457,15 +457,24 @@ class ViTEncoder(PositionedEncoder):
         """The values of `TRAITS` that are not MAE's."""
         return traits_in(vars(self))
 
-    def rotation(self, ids: Tensor | None = None) -> Tensor | None:
+    def patchify(self, imgs: Tensor) -> Tensor:
+        if not self.rotary:
+            return super().patchify(imgs)
+        height, width = imgs.shape[-2:]
+        check_divisible(height, width, self.patch_size)
+        return patchify(imgs, self.patch_size)
+
+    def rotation(self, ids: Tensor | None = None, size: Sequence[int] | None = None) -> Tensor | None:
         if not self.rotary:
             return None
+        height, width = size or self.img_size
+        grid_size = (height // self.patch_size, width // self.patch_size)
         dtype = torch.promote_types(self.cls_token.dtype, torch.float32)
-        width = self.embed_dim // self.blocks[0].attn.num_heads
-        table = rotary_table(width, self.grid_size, self.cls_token.device, dtype)
+        head_width = self.embed_dim // self.blocks[0].attn.num_heads
+        table = rotary_table(head_width, grid_size, self.cls_token.device, dtype)
         if ids is not None:
             table = take_tokens(table, ids)
-        unrotated = rotary_table(width, (1, 1), table.device, dtype)  # the centre is the origin
+        unrotated = rotary_table(head_width, (1, 1), table.device, dtype)  # the centre is the origin
         return torch.cat([unrotated.expand(len(table), self.num_cls_tokens, -1), table], dim=1)
 
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from models_vit import Block, init_weights, layer_norm
 from util.addressed import MASK, addressed_uniform
 from util.peer_sampling import attention_sampling, check_num_retained, random_sampling, running_cell_sampling
-from util.pos_embed import height_and_width, position_table, sincos_pos_embed, table_for_grid
+from util.pos_embed import height_and_width, position_table, sincos_pos_embed
 from util.tokens import RETAINED, THROWN, VISIBLE, put_tokens, take_tokens
 
 
@@ -213,7 +213,6 @@ class ProgressiveDecoder(nn.Module):
     ) -> None:
         super().__init__()
         self.grid_size = grid_size
-        self.table_grid = grid_size  # of `pos_embed`; another grid interpolates it
         self.num_prefix = num_prefix
         self.embed = nn.Linear(embed_dim, decoder_embed_dim)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, decoder_embed_dim))
@@ -258,8 +257,7 @@ class ProgressiveDecoder(nn.Module):
         P = self.num_prefix
         prefix = x[:, :P] + self.pos_embed[:, :P]
         tokens = order.append_mask_tokens(x[:, P:], self.mask_token)
-        positions = table_for_grid(self.pos_embed, self.table_grid, self.grid_size)
-        tokens = tokens + order.take_kept(positions[:, P:])
+        tokens = tokens + order.take_kept(self.pos_embed[:, P:])
         return torch.cat([prefix, tokens], dim=1)
 
     def aggregate(self, x: Tensor, order: TokenOrder) -> Tensor:

@@ -90,7 +90,8 @@ def fit_tables(
     resized = []
     for key, table in fitting.items():
         if key == "pos_embed":
-            fitting[key] = _fit_pos_embed(table, grid, model_state[key], tuple(model.grid_size), label)
+            antialias = settings.get("registers", False)
+            fitting[key] = _fit_pos_embed(table, grid, model_state[key], tuple(model.grid_size), label, antialias)
         elif key.endswith(BIAS_TABLE):
             fitting[key] = _fit_bias_table(table, grid, model_state[key], model, label)
         if fitting[key] is not table:
@@ -104,11 +105,13 @@ def _fit_pos_embed(
     model_table: Tensor,
     grid_size: tuple[int, int],
     label: str,
+    antialias: bool,
 ) -> Tensor:
     """Returns a position table [1, P + n, D] resized to the model's `grid_size`; the same tensor if it fits already.
 
     grid: that of the table, from the settings of its run. If it is None or has another number of tokens, a square grid
-    is assumed.
+    is assumed. antialias: see `resize_pos_embed`. For DINOv2 without registers the rules of Meta, timm and Transformers
+    differ; Transformers' is taken, which is MAE's.
     """
     num_cls_rows = model_table.shape[1] - math.prod(grid_size)
     num_tokens = table.shape[1] - num_cls_rows
@@ -122,7 +125,7 @@ def _fit_pos_embed(
         raise CheckpointError(
             f"pos_embed {list(table.shape)} of {label} cannot be resized to {list(model_table.shape)}"
         )
-    return resize_pos_embed(table, grid, grid_size)
+    return resize_pos_embed(table, grid, grid_size, antialias)
 
 
 def _fit_bias_table(

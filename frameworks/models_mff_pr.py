@@ -72,7 +72,7 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
 
     def forward_features(self, imgs: Tensor) -> Tensor:
         """Returns the features of the last block alone, as the encoder is fine-tuned, [B, 1 + N, D] after the norm."""
-        return self.norm(super().encode(self.embed(imgs), self.rotation()))
+        return self.norm(super().encode(self.embed(imgs), self.rotation(size=imgs.shape[-2:])))
 
     def no_weight_decay(self) -> set[str]:
         return {"cls_token", "decoder.mask_token"}  # as in the release: `proj_weights` decay

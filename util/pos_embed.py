@@ -118,23 +118,19 @@ def list_empty_tables(weights: Mapping[str, Tensor]) -> list[str]:
     return empty
 
 
-def table_for_grid(table: Tensor, source: tuple[int, int], target: tuple[int, int]) -> Tensor:
-    """Returns a table of positions for another grid than its own; the table itself for its own grid."""
-    if source == target:
-        return table
-    return resize_pos_embed(table, source, target)
-
-
-def resize_pos_embed(table: Tensor, source: tuple[int, int], target: tuple[int, int]) -> Tensor:
+def resize_pos_embed(
+    table: Tensor, source: tuple[int, int], target: tuple[int, int], antialias: bool = False
+) -> Tensor:
     """Resizes a position table with P rows of class tokens [1, P + n, D] from the grid `source` to the grid `target`.
 
-    The class rows are kept. The grid is interpolated bicubically in float32. Returns [1, P + m, D].
+    The class rows are kept. The grid is interpolated bicubically in float32. Returns [1, P + m, D]. antialias: as in
+    DINOv2's networks with registers.
     """
     num_cells = math.prod(source)
     table = table.float()
     prefix = table[:, :-num_cells]
     grid = table[:, -num_cells:].unflatten(1, source)
     grid = grid.permute(0, 3, 1, 2)  # [1, D, rows, columns]
-    grid = F.interpolate(grid, size=target, mode="bicubic", align_corners=False)
+    grid = F.interpolate(grid, size=target, mode="bicubic", align_corners=False, antialias=antialias)
     cells = grid.flatten(2).transpose(1, 2)
     return torch.cat([prefix, cells], dim=1)
