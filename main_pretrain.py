@@ -86,7 +86,7 @@ def get_args_parser(model: str = MODEL, by_attention: bool = False) -> Parser:
         type=int,
         default=10,
         at_least=0,
-        help="epochs between pictures in TensorBoard; 0: none",
+        help="epochs between pictures of reconstructions, in the folder of the run and in TensorBoard; 0: none",
     )
     monitor.add_flags(run)
     if model in MODELS:

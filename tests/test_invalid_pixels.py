@@ -391,7 +391,7 @@ def test_pictures_and_errors_of_a_run(scans, tmp_path, capsys):
     picture = reconstruction_picture(model, normalize, imgs, ids_shuffle)
     shown = (picture == INVALID_COLOR).all(axis=-1).sum()
     invalid = imgs.isnan().any(dim=1).sum()
-    assert shown == 3 * 4 * 4 * invalid  # three columns, pixels of 4 x 4
+    assert shown == 4 * 4 * 4 * invalid  # four columns, pixels of 4 x 4
 
     normalized = normalize(imgs, fill=False)
     (view,) = model.views(normalized, ids_shuffle, normalize.undo)

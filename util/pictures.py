@@ -43,7 +43,7 @@ def panel_grid(
 ) -> np.ndarray:
     """Draws one row per image: the image, its tokens, its panels. Returns uint8 [H', W', 3].
 
-    If there are four or more images with one panel each, a row holds two of them.
+    If there are four or more images with one or two panels each, a row holds two of them.
 
     imgs: uint8 [B, C, H, W]. states: int [B, rows, columns] of VISIBLE, RETAINED, THROWN. panels: {title: float
     [B, C, H, W] in [0, 1]}. See `as_rgb` for other channels than 3. invalid: bool [B, C, H, W], which pixels have
@@ -68,7 +68,7 @@ def panel_grid(
         enlarged.append(column.repeat(scale, axis=2))
     rows = [list(row) for row in zip(*enlarged, strict=True)]
     titles = ["image", "visible, retained, thrown", *panels]
-    if len(rows) >= 4 and len(panels) == 1:
+    if len(rows) >= 4 and len(panels) <= 2:
         if len(rows) % 2 == 1:
             blank = np.full_like(rows[0][0], 255)
             rows.append([blank] * len(rows[0]))
@@ -153,7 +153,7 @@ def principal_colors(reference: Tensor, *features: Tensor) -> list[Tensor]:
     """Turns each tensor of features [B, N, C] into colours [B, N, 3] in [0, 1].
 
     The colours are the components along the three principal axes of `reference` [B, N, C]. Its 1st and 99th percentile
-    become 0 and 1.
+    become 0 and 1. The signs of the axes are arbitrary.
     """
     flat = reference.flatten(0, 1).double()
     mean = flat.mean(dim=0)
@@ -164,6 +164,6 @@ def principal_colors(reference: Tensor, *features: Tensor) -> list[Tensor]:
     colors = []
     for x in features:
         components = (x.double() - mean) @ axes
-        scaled = (components - low) / (high - low)
+        scaled = (components - low) / (high - low).clamp(min=torch.finfo(torch.double).tiny)
         colors.append(scaled.clamp(0, 1).float())
     return colors

@@ -9,9 +9,17 @@ from util.data.images import evenly_spaced
 from util.run.train.training import Training
 
 
+BEFORE = "before_training.png"
+AFTER = "reconstruction.png"
+
+
 @dataclass
 class Pictures:
-    """Sends a fixed set of training images and their reconstructions to TensorBoard, every `--picture_every` epochs."""
+    """Draws a fixed set of training images and their reconstructions, every `--picture_every` epochs.
+
+    The pictures go to TensorBoard and to the output folder: the first one, of the untrained model, as BEFORE, all later
+    ones as AFTER, where the newest stays.
+    """
 
     training: Training
     model: Framework
@@ -19,15 +27,15 @@ class Pictures:
     is_refused: bool = False  # and the log says so
 
     def is_due(self) -> bool:
-        """Whether the current step ends an epoch with a picture, or this start."""
+        """Whether the run begins, or the current step ends an epoch with a picture, or this start."""
         every = self.training.args.picture_every
         loop = self.training.loop
         ends_start = every > 0 and loop.step == loop.last_step
-        return loop.step > 0 and (ends_start or self.training.ends_epoch(every))
+        return ends_start or self.training.ends_epoch(every)
 
     def is_done(self) -> bool:
         """Whether this start continues from here. A missed picture is not drawn later."""
-        return self.training.loop.step == self.training.saver.first_step
+        return 0 < self.training.loop.step == self.training.saver.first_step
 
     def perform(self) -> None:
         """Draws the picture on rank 0."""
@@ -44,4 +52,7 @@ class Pictures:
                 training.note(f"note: there are no pictures of reconstructions: {error}")
             self.is_refused = True
             return
-        training.log.picture("reconstruction", picture, loop.step)
+        name = AFTER
+        if loop.step == 0:
+            name = BEFORE
+        training.log.picture(name, picture, loop.step)

@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from framework import Framework, View
+from models_vit import PatchEncoder
 from prmim import TokenOrder
 from util.data.datasets import AddressedDataset
 from util.data.images import Images
 from util.data.statistics import normalizer
 from util.data.transforms import Normalize, ResizeCenterCrop
-from util.pictures import panel_grid
+from util.pictures import panel_grid, principal_colors
 from util.tokens import counted_tokens, fill_invalid
 
 Indices = Sequence[int] | np.ndarray
@@ -111,7 +112,7 @@ def reconstruction_picture(
     imgs: Tensor,
     ids_shuffle: Tensor,
 ) -> np.ndarray:
-    """Draw each image, its tokens, and what the framework predicts side by side.
+    """Draw each image, its tokens, what the framework predicts, and the features of a ViT's encoder side by side.
 
     imgs: [B, C, H, W]; ids_shuffle: [B, N]. Returns uint8 [H', W', 3]. For other pixels than uint8, black and white are
     the mean -+ 2 standard deviations. Invalid pixels have a flat colour. NoPixels if the predictions cannot be drawn.
@@ -122,10 +123,13 @@ def reconstruction_picture(
     if model.has_invalid:
         invalid = normalized.isnan()
     order = TokenOrder(ids_shuffle.to(device), model.counts)
+    features: Tensor | None = None
     was_training = model.training
     model.eval()
     try:
         views = model.views(normalized, order.ids_shuffle, normalize.undo)
+        if isinstance(model, PatchEncoder):
+            features = feature_colors(model, fill_invalid(normalized))
     finally:
         model.train(was_training)
     predicted = model.supervised(order)
@@ -134,7 +138,26 @@ def reconstruction_picture(
         if view.truth_title is not None:
             panels[view.truth_title] = view.truth
         panels[view.title] = compose(view, ~order.mask, predicted, model.grid_size)
+    if features is not None:
+        panels["features (3 components)"] = features
     if imgs.dtype != torch.uint8:
         imgs = (normalize.undo(fill_invalid(normalized)) * 255).round().byte()
     states = order.mask.int() + order.thrown.int()  # 0 visible, 1 retained, 2 thrown
     return panel_grid(imgs, states.unflatten(1, model.grid_size), panels, invalid)
+
+
+@torch.no_grad()
+def feature_colors(model: PatchEncoder, imgs: Tensor) -> Tensor:
+    """Returns the encoder's features of whole images [B, C, H, W] as colours in [0, 1], float [B, 3, H, W] on the CPU.
+
+    Red, green and blue are the first three principal components of the tokens of all images. The sign of each is the
+    one with which it grows with the brightness of the tokens, so that pictures of two encoders can be compared.
+    """
+    tokens = model.forward_features(imgs)[:, model.num_cls_tokens :].cpu()  # [B, N, D]
+    (colors,) = principal_colors(tokens, tokens)
+    brightness = F.adaptive_avg_pool2d(imgs.mean(dim=1, keepdim=True), model.grid_size).flatten(1).cpu()  # [B, N]
+    deviation = (brightness - brightness.mean()).unsqueeze(-1)
+    falls = (colors * deviation).sum(dim=(0, 1)) < 0  # [3]
+    colors = torch.where(falls, 1 - colors, colors)
+    grid = colors.transpose(1, 2).unflatten(2, model.grid_size)
+    return F.interpolate(grid, size=model.img_size)

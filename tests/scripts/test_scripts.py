@@ -8,9 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
+from frameworks.hooks import pictures
 from scripts import sample_photos, visualize
 from tests import runs
-from tests.runs import refused
+from tests.runs import assert_same_state, refused
 from util.run.files.reports import read_reports
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +45,20 @@ def test_visualize_draws_and_measures(photos, tmp_path, capsys, flags, measured)
     assert re.findall(r"^\s*(\w+).*masked MSE", printed, re.MULTILINE) == measured
     assert Image.open(tmp_path / "r.png").width > 300
     assert num_colors(tmp_path / "r.png") > 3
+
+
+def test_a_run_leaves_its_pictures_and_visualize_draws_the_same(photos, tmp_path):
+    expected = pretrain(photos, tmp_path / "without", "--picture_every", 0)
+    assert not list((tmp_path / "without").glob("*.png"))
+    run = tmp_path / "run"
+    trained = pretrain(photos, run, "--picture_every", 1)
+    assert_same_state(trained, expected)
+    before, after = sorted(run.glob("*.png"))
+    assert (before.name, after.name) == (pictures.BEFORE, pictures.AFTER)
+    draw(run, tmp_path / "r.png", "--images", photos)
+    assert np.array_equal(Image.open(after), Image.open(tmp_path / "r.png"))
+    assert np.asarray(Image.open(before)).shape == np.asarray(Image.open(after)).shape
+    assert not np.array_equal(Image.open(before), Image.open(after))
 
 
 def test_a_teacher_that_has_moved_is_given_by_its_flag(photos, tmp_path, capsys):

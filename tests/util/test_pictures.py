@@ -30,10 +30,11 @@ def test_tokens_are_painted_in_the_colours_of_their_state():
     [
         (3, 1, 3, 3),
         (5, 1, 3, 6),
-        (4, 2, 4, 4),
+        (4, 2, 2, 8),
+        (4, 3, 4, 5),
     ],
 )
-def test_a_grid_holds_two_images_a_row_if_there_are_four_with_one_panel(num_images, num_panels, rows, columns):
+def test_a_grid_holds_two_images_a_row_if_there_are_four_with_two_panels(num_images, num_panels, rows, columns):
     """Small images are enlarged twice, with gaps and titles."""
     imgs = torch.full((num_images, 3, 64, 64), 100, dtype=torch.uint8)
     panels = {str(k): imgs / 255 for k in range(num_panels)}

@@ -10,7 +10,6 @@ import numpy as np
 from util import collectives
 from util.evaluate.loop import EvalContext, context_of_training
 from util.evaluate.results import RESULTS, Evaluation
-from util.pictures import save
 from util.run.files import checkpoint
 from util.run.files.record import RunInfo
 from util.run.files.reports import read_json, write_json
@@ -64,7 +63,8 @@ class Evaluator:
         self.save_best(result)
         if not training.process.is_main:
             return
-        self.write_picture(result.picture)
+        if result.picture is not None:
+            self.training.log.picture(self.picture_name, result.picture, self.training.loop.step)
         report: dict[str, Any] = {"epoch": (training.loop.step - 1) // training.loop.steps_per_epoch}
         for name, value in result.scores.items():
             report[f"val_{name}"] = value
@@ -111,16 +111,6 @@ class Evaluator:
         """Returns what checkpoint-best.pth says about the run; None if there is none."""
         path = self.training.output_dir / BEST
         return checkpoint.read_info(path).run if path.exists() else None
-
-    def write_picture(self, picture: np.ndarray | None) -> None:
-        """Writes the picture to TensorBoard and to the output folder."""
-        if picture is None:
-            return
-        self.training.log.picture(Path(self.picture_name).stem, picture, self.training.loop.step)
-        try:
-            save(picture, self.training.output_dir / self.picture_name)
-        except OSError as error:  # a full disk; other processes would wait for this one
-            self.training.note(f"warning: {self.picture_name} could not be written ({error}); training goes on")
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Returns the reports of all evaluations in the log, on rank 0."""

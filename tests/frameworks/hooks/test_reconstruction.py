@@ -8,7 +8,8 @@ import main_pretrain
 from framework import View
 from frameworks import registry
 from frameworks.hooks import reconstruction
-from models_mae_pr import MaskedAutoencoderViT
+from frameworks.models_simmim_pr import simmim_vit_micro_patch4
+from models_mae_pr import MaskedAutoencoderViT, mae_vit_micro_patch4
 from prmim import TokenOrder
 from tests.slow_mae import pixels_of
 from tests.test_models_mae_pr import orders, segments
@@ -60,3 +61,38 @@ def test_a_picture_shows_truth_where_visible_predictions_where_predicted_and_gre
             for token in tokens:
                 shown = pixels_of(picture[b], token, 2)
                 assert torch.equal(shown, pixels_of(whole, token, 2))
+
+
+@pytest.mark.parametrize("make", [mae_vit_micro_patch4, simmim_vit_micro_patch4])
+def test_colors_of_features_against_a_singular_value_decomposition(make):
+    """Centred tokens of all images are U S V'; colours grow with brightness, from the 1st to the 99th percentile."""
+    torch.manual_seed(0)
+    model = make().eval()
+    height, width = model.img_size
+    imgs = torch.randn(4, 3, height, width) + torch.linspace(-2, 2, width)
+    colors = reconstruction.feature_colors(model, imgs)
+    assert colors.shape == imgs.shape
+
+    rows, columns = model.grid_size
+    tokens = patch_tokens(model, imgs)
+    u, s, _ = np.linalg.svd(tokens - tokens.mean(axis=0), full_matrices=False)
+    cells = imgs.mean(dim=1).unflatten(1, (rows, -1)).unflatten(3, (columns, -1)).mean(dim=(2, 4)).flatten().numpy()
+    for k in range(3):
+        component = u[:, k] * s[k]
+        if np.corrcoef(component, cells)[0, 1] < 0:
+            component = -component
+        low, high = np.quantile(component, [0.01, 0.99])
+        expected = np.clip((component - low) / (high - low), 0, 1)
+        found = colors[:, k, :: height // rows, :: width // columns].flatten().numpy()
+        assert np.corrcoef(expected, cells)[0, 1] > 0
+        np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
+def patch_tokens(model, imgs):
+    """The patch tokens of whole images, one image at a time, float64 [B * N, D]."""
+    tokens = []
+    with torch.no_grad():
+        for img in imgs:
+            (x,) = model.forward_features(img[None])
+            tokens.append(x[-model.num_tokens :].double().numpy())
+    return np.concatenate(tokens)

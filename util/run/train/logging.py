@@ -13,6 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from util.atomic import replaced_file
+from util.pictures import save
 from util.run.cli import LOG
 from util.run.files.reports import read_reports
 from util.text import printable
@@ -114,9 +115,15 @@ class RunLog:
         """Returns all reports so far, including those before a resume."""
         return list(self.reports) if self.enabled else []
 
-    def picture(self, name: str, picture: np.ndarray, step: int) -> None:
-        if self.enabled:
-            self._events().add_image(name, picture, step, dataformats="HWC")
+    def picture(self, file_name: str, picture: np.ndarray, step: int) -> None:
+        """Sends a picture to TensorBoard, and writes it to the output folder, over an older one."""
+        if not self.enabled:
+            return
+        self._events().add_image(Path(file_name).stem, picture, step, dataformats="HWC")
+        try:
+            save(picture, self.output_dir / file_name)
+        except OSError as error:  # a full disk; other processes would wait for this one
+            self.info(f"warning: {file_name} could not be written ({error}); training goes on")
 
     def close(self) -> None:
         if not self.enabled:
