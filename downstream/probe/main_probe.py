@@ -24,7 +24,7 @@ from util import collectives
 from util.data.folders import refuse_inside_data
 from util.data.images import Images, match_splits
 from util.data.open import open_everywhere
-from util.data.statistics import complete_settings, normalizer
+from util.data.statistics import normalizer, statistics_of
 from util.evaluate.knn import TEMPERATURE
 from util.evaluate.results import ResultsFile
 from util.evaluate.session import evaluation_session
@@ -218,7 +218,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.all_valid:
             known = record.without_marks(known)
         images, val_images = open_data(args, encoder.in_chans, known)
-        pixel_settings, notes = complete_settings(known, images)
+        (mean, std), notes = statistics_of((None, None), [known], images)
+        pixel_settings = {**known, "mean": mean, "std": std}
         precision_name = precision(args.precision, session.process.device).name
         settings = protocol_of(args, encoder, pixel_settings, images, val_images, precision_name)
         results = ResultsFile(Path(args.output_dir) / RESULTS, encoder.name, encoder.sha256, settings, results_of)

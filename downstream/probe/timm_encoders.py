@@ -13,7 +13,7 @@ from torch import nn
 from downstream.probe.models import FrozenEncoder
 from encoders.load import ENCODER_KEYS, refuse_foreign
 from util.data.pixel_format import RGB8, PixelFormat
-from util.data.statistics import known_statistics
+from util.data.statistics import find_statistics
 from util.run.files import checkpoint, search
 from util.text import close_to, shorten
 
@@ -50,7 +50,7 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
         load_timm_weights(network, name, file)
         stored = checkpoint.read_info(file).pixel_settings
         pixels = PixelFormat(in_chans, stored["pixels"] or RGB8.dtype)
-        statistics = known_statistics(stored, pixels)
+        statistics = find_statistics(stored, pixels)
         if statistics is not None and any(stored.values()):
             pixel_settings = {"pixels": pixels.dtype, "mean": statistics[0], "std": statistics[1]}
             whose = f"those of {str(file)!r}"

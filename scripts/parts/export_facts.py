@@ -8,7 +8,7 @@ from torch import nn
 from encoders.names import Tensors
 from encoders.trained import Trained
 from util.data.pixel_format import RGB8, PixelFormat, declares_invalid
-from util.data.statistics import describe_pixels, known_statistics
+from util.data.statistics import describe_pixels, find_statistics
 from util.data.transforms import default_crop_pct
 from util.run.files import record
 from util.text import count_of
@@ -30,7 +30,7 @@ def known_facts(model: nn.Module, trained: Trained) -> dict[str, Any]:
     """
     info = trained.weights.info
     pixels = info.pixel_settings
-    statistics = known_statistics(pixels, PixelFormat(model.in_chans, pixels["pixels"] or RGB8.dtype))
+    statistics = find_statistics(pixels, PixelFormat(model.in_chans, pixels["pixels"] or RGB8.dtype))
     if statistics is None or not len(statistics[0]) == len(statistics[1]) == model.in_chans:
         raise ValueError(
             f"{trained.weights.what} does not hold the pixel mean and deviation of its {model.in_chans} channels"

@@ -9,7 +9,7 @@ from util.collectives import run_on_rank0
 from util.data.images import ImageError, Images, evenly_spaced
 from util.data.pixel_format import PixelFormat
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
-from util.text import count_of, shorten
+from util.text import shorten
 
 SAMPLE = 256  # images that statistics are computed from
 
@@ -82,62 +82,53 @@ def measure_on_rank0(images: Images) -> tuple[Statistics, list[str]]:
     return measured.statistics, [remark, *measured.remarks]
 
 
-def choose_statistics(
-    given: Sequence[Sequence[float] | None],
-    images: Images,
-    resumed: PixelSettings | None,
-    encoder: PixelSettings,
+def statistics_of(
+    given: Sequence[Sequence[float] | None], candidates: Sequence[PixelSettings], images: Images
 ) -> tuple[Statistics, list[str]]:
-    """Returns the statistics that a run normalises with, and remarks. All ranks must call it.
+    """Returns the statistics to train with on images, and remarks. All ranks must call it.
 
-    These are, in this order: --mean and --std, those of the resumed run, those of the pre-trained encoder if it has
-    some for such images, ImageNet's for RGB of 8 bits, or else those of the data, which rank 0 measures.
+    These are, in this order: --mean and --std, those of the first candidate that has some for such images, ImageNet's
+    for RGB of 8 bits, or else those of the data, which rank 0 measures.
 
-    given: --mean and --std. resumed, encoder: pixel settings of the run's checkpoint (None for a new run) and of the
-    encoder's; see `CheckpointInfo.pixel_settings`. ValueError if the flags do not fit.
+    given: --mean and --std. candidates: pixel settings of models. ValueError if the flags do not fit.
     """
     pixels = images.pixel_format
-    settings = resumed or {}
-    in_chans = settings.get("in_chans", pixels.channels)
-    if not same_kind(settings, pixels) or in_chans != pixels.channels:
-        before = PixelFormat(in_chans, settings["pixels"])
-        advice = "choose another --output_dir"
-        if in_chans != pixels.channels:
-            advice = f"give --in_chans {in_chans}"
-        raise ValueError(f"the images of the run had {before} and now have {pixels}; {advice}")
     mean, std = given
     remarks: list[str] = []
     if not mean or not std:
-        defaults, remarks = default_statistics(images, settings, encoder)
-        mean = mean or defaults[0]
-        std = std or defaults[1]
+        fitting = [settings for settings in candidates if has_statistics(settings, pixels)]
+        if fitting:
+            found = (fitting[0]["mean"], fitting[0]["std"])
+        elif pixels.is_rgb8:
+            found = IMAGENET
+        else:
+            found, remarks = measure_on_rank0(images)
+        mean = mean or found[0]
+        std = std or found[1]
     check_statistics(mean, std, pixels)
     return (list(mean), list(std)), remarks
 
 
-def default_statistics(images: Images, settings: PixelSettings, encoder: PixelSettings) -> tuple[Statistics, list[str]]:
-    """Returns the statistics where flags give none, and remarks on them. See `choose_statistics`."""
-    if settings.get("mean"):
-        return (settings["mean"], settings["std"]), []
-    if encoder and fits_encoder(encoder, images.pixel_format):
-        statistics = (encoder["mean"], encoder["std"])
-        if statistics == IMAGENET:
-            return statistics, []
-        return statistics, ["note: pixel mean and deviation are those of the encoder"]
-    if images.pixel_format.is_rgb8:
-        return IMAGENET, []
-    return measure_on_rank0(images)
-
-
-def fits_encoder(stored: PixelSettings, pixels: PixelFormat) -> bool:
+def has_statistics(settings: PixelSettings, pixels: PixelFormat) -> bool:
     """Whether a checkpoint has statistics of images with as many channels, and of the same type.
 
-    stored: its `pixel_settings`. If their type is unknown, integers are assumed. Fractions of 8 bits do not fit 16:
-    cameras seldom use the full range of 16 bits.
+    If their type is unknown, integers are assumed. Fractions of 8 bits do not fit 16: cameras seldom use the full range
+    of 16 bits.
     """
-    if stored["pixels"] not in (None, pixels.dtype) or (stored["pixels"] is None and pixels.is_float):
+    if settings["pixels"] not in (None, pixels.dtype) or (settings["pixels"] is None and pixels.is_float):
         return False
-    return len(stored["mean"] or ()) == len(stored["std"] or ()) == pixels.channels
+    return len(settings["mean"] or ()) == len(settings["std"] or ()) == pixels.channels
+
+
+def refuse_other_format(settings: PixelSettings, in_chans: int, pixels: PixelFormat) -> None:
+    """ValueError if a resumed run, with these settings, had images of another format."""
+    if same_kind(settings, pixels) and in_chans == pixels.channels:
+        return
+    advice = "choose another --output_dir"
+    if in_chans != pixels.channels:
+        advice = f"give --in_chans {in_chans}"
+    before = PixelFormat(in_chans, settings["pixels"])
+    raise ValueError(f"the images of the run had {before} and now have {pixels}; {advice}")
 
 
 def same_kind(settings: PixelSettings, pixels: PixelFormat) -> bool:
@@ -162,14 +153,14 @@ def check_statistics(mean: Sequence[float], std: Sequence[float], pixels: PixelF
             raise ValueError(f"{unit}, got {list(values)}: divide by {pixels.full_range:g}")
 
 
-def known_statistics(settings: PixelSettings, pixels: PixelFormat) -> Statistics | None:
+def find_statistics(settings: PixelSettings, pixels: PixelFormat) -> Statistics | None:
     """Returns the statistics in the settings of a trained model for images of a format, or None if they are unknown.
 
-    Older runs and files of other projects have none of their own: for RGB integers they are ImageNet's.
+    Older runs and files of other projects have none of their own: for RGB of 8 bits they are ImageNet's.
     """
     mean = settings.get("mean")
     std = settings.get("std")
-    if pixels.channels == 3 and not pixels.is_float:
+    if pixels.is_rgb8:
         mean = mean or IMAGENET_MEAN
         std = std or IMAGENET_STD
     if not mean or not std:
@@ -186,22 +177,6 @@ def describe_pixels(pixels: str | None) -> str:
     return f"pixels of {pixels}, divided by {PixelFormat(1, pixels).full_range:g}"
 
 
-def complete_settings(settings: PixelSettings, images: Images) -> tuple[dict[str, Any], list[str]]:
-    """Returns the pixel settings of a trained model with mean and deviation, and remarks. All ranks must call it.
-
-    If the file has statistics for images of this type, they are kept. Otherwise they are ImageNet's for RGB of 8 bits,
-    and those of the `images` for others, as in fine-tuning.
-    """
-    if fits_encoder(settings, images.pixel_format):
-        return dict(settings), []
-    statistics = IMAGENET
-    remarks: list[str] = []
-    if not images.pixel_format.is_rgb8:
-        statistics, remarks = measure_on_rank0(images)
-    mean, std = statistics
-    return {**settings, "mean": mean, "std": std}, remarks
-
-
 def normalizer(settings: PixelSettings, pixels: PixelFormat) -> Normalize:
     """Returns the normalisation of a trained model for images of a format. settings: of its run, and the
     type of its `pixels`.
@@ -210,10 +185,9 @@ def normalizer(settings: PixelSettings, pixels: PixelFormat) -> Normalize:
     """
     if not same_kind(settings, pixels):
         raise ValueError(f"the model was trained on pixels of {settings['pixels']}, but the images have {pixels}")
-    statistics = known_statistics(settings, pixels)
+    statistics = find_statistics(settings, pixels)
     if statistics is None:
-        channels = count_of(pixels.channels, "channel")
-        raise ValueError(f"the checkpoint holds no pixel mean and deviation of its {channels}: give --mean and --std")
+        raise ValueError(f"the checkpoint holds no pixel mean and deviation of {pixels} (see --mean and --std)")
     mean, std = statistics
     check_statistics(mean, std, pixels)
     return Normalize(mean, std, pixels)

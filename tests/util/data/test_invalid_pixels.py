@@ -23,7 +23,7 @@ from util.data.images import FolderImages, ImageError
 from util.data.invalid_pixels import InvalidPixels, transform_valid
 from util.data.open import open_images
 from util.data.pixel_format import PixelFormat, declares_invalid, nodata_value
-from util.data.statistics import IMAGENET, choose_statistics, measure_statistics
+from util.data.statistics import IMAGENET, measure_statistics, statistics_of
 from util.data.transforms import Normalize, ResizeCenterCrop, resize
 
 pytest.importorskip("tifffile")
@@ -347,7 +347,7 @@ def test_a_mark_that_no_measured_image_has_is_said(tmp_path, nodata, is_found):
     arrays[1][:3] = 0
     save_arrays(tmp_path, *arrays)
     images = open_images("folder", tmp_path, in_chans=4, invalid=InvalidPixels(nodata))
-    _, (measured, *others) = choose_statistics((None, None), images, None, {})
+    _, (measured, *others) = statistics_of((None, None), [], images)
     assert "measured on 3 images" in measured
     assert (others == ["note: --nodata 65535 marks no pixel of the 3 measured images"]) != is_found
     assert not (is_found and others)
@@ -378,7 +378,7 @@ def test_a_band_without_valid_pixels_has_no_statistics(tmp_path):
 def test_rgb_with_invalid_pixels_has_imagenets_statistics(tmp_path):
     save_arrays(tmp_path, pixels(3, "uint8"))
     images = open_images("folder", tmp_path, invalid=InvalidPixels(0.0))
-    assert choose_statistics((None, None), images, None, {}) == (IMAGENET, [])
+    assert statistics_of((None, None), [], images) == (IMAGENET, [])
 
 
 def test_a_batch_holds_nan(tmp_path):

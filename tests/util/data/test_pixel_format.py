@@ -19,9 +19,8 @@ from util.data.loader import Loader
 from util.data.open import open_images
 from util.data.padded_crop import PaddedCropFlip
 from util.data.pixel_format import RGB8, FormatError, PixelFormat, read_header
-from util.data.statistics import choose_statistics, measure_statistics
+from util.data.statistics import measure_statistics, refuse_other_format, statistics_of
 from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop, resize
-from util.run.files.checkpoint import read_info
 from util.run.files.record import CheckpointInfo
 
 tifffile = pytest.importorskip("tifffile")
@@ -454,16 +453,12 @@ def test_statistics_equal_a_loop_in_float64(tmp_path, monkeypatch, dtype, number
     np.testing.assert_allclose(std, values.std(axis=0), rtol=1e-9)
 
 
-def choose(images, content=None, encoder=None, **flags):
-    """Chooses the statistics of a run: a new one, or one that resumes a checkpoint with this content."""
-    resumed = None
-    stored = {}
-    if content is not None:
-        info = CheckpointInfo.from_json(content["meta"], "")
-        resumed = {"in_chans": info.settings.get("in_chans", 3), **info.pixel_settings}
-    elif encoder is not None:
-        stored = read_info(encoder["path"]).pixel_settings
-    return choose_statistics((flags.get("mean"), flags.get("std")), images, resumed, stored)
+def choose(images, stored=None, mean=None, std=None):
+    """Chooses the statistics of a run. stored: what the checkpoint says that it resumes or begins with."""
+    candidates = []
+    if stored is not None:
+        candidates.append(CheckpointInfo.from_json(stored, "").pixel_settings)
+    return statistics_of((mean, std), candidates, images)
 
 
 @pytest.fixture
@@ -486,11 +481,13 @@ def test_which_statistics_a_run_takes(bands, photos):
     assert remarks == []
     statistics, _ = choose(bands, mean=[0.1, 0.2])
     assert statistics == ([0.1, 0.2], measured[1])
-    statistics, remarks = choose(bands, {"meta": RUN})
+    statistics, remarks = choose(bands, RUN)
     assert statistics == ([0.3, 0.4], [0.1, 0.1])
     assert remarks == []
+    settings = CheckpointInfo.from_json(RUN, "").pixel_settings
+    refuse_other_format(settings, 2, bands.pixel_format)
     with pytest.raises(ValueError, match="uint16"):
-        choose(rgb, {"meta": RUN})
+        refuse_other_format(settings, 2, rgb.pixel_format)
     with pytest.raises(ValueError, match="--mean"):
         choose(bands, mean=[1000.0, 0.1])
 

@@ -20,7 +20,7 @@ from util import collectives
 from util.data.images import Images
 from util.data.open import data_settings
 from util.data.pixel_format import declares_invalid
-from util.data.statistics import Statistics, choose_statistics
+from util.data.statistics import IMAGENET, Statistics, refuse_other_format, statistics_of
 from util.run.cli import Parser
 from util.run.files import checkpoint
 from util.run.files.record import CheckpointInfo, DataInfo, EncoderSource, RunInfo, StartInfo
@@ -163,17 +163,21 @@ class Run:
 
     def pixel_statistics(self, images: Images) -> Statistics:
         """Returns the pixel statistics that the run normalises with: see `util.data.statistics`."""
-        resumed: dict[str, Any] | None = None
+        candidates = []
         encoder: dict[str, Any] = {}
         if self.resumed is not None:
-            resumed = {"in_chans": self.resumed.settings["in_chans"], **self.resumed.pixel_settings}
+            candidates.append(self.resumed.pixel_settings)
+            refuse_other_format(candidates[0], self.resumed.settings["in_chans"], images.pixel_format)
         elif self.encoder is not None:
             encoder = checkpoint.read_info(self.encoder.path).pixel_settings
+            candidates.append(encoder)
             if declares_invalid(encoder):
                 from util.data.invalid_pixels import note_on_encoder
 
                 self.note(*note_on_encoder(encoder, vars(self.args)))
-        statistics, notes = choose_statistics((self.args.mean, self.args.std), images, resumed, encoder)
+        statistics, notes = statistics_of((self.args.mean, self.args.std), candidates, images)
+        if statistics == (encoder.get("mean"), encoder.get("std")) != IMAGENET:
+            self.note("note: pixel mean and deviation are those of the encoder")
         self.note(*notes)
         self.watchdog.set_up("model")
         return statistics
