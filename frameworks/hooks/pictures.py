@@ -8,7 +8,6 @@ from frameworks.hooks.reconstruction import crops, reconstruction_picture
 from util.data.images import evenly_spaced
 from util.run.train.training import Training
 
-
 BEFORE = "before_training.png"
 AFTER = "reconstruction.png"
 

@@ -2,10 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from util import collectives
 from util.evaluate.loop import EvalContext, context_of_training
