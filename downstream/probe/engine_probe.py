@@ -25,7 +25,7 @@ from util.evaluate.moments import moments_of_all
 from util.evaluate.results import accuracies
 from util.evaluate.session import Session
 from util.run.start.plan import split_batch
-from util.text import count_of
+from util.text import count_of, duration
 
 NEIGHBOURS = (10, 20, 100, 200)
 LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)  # for 256 images
@@ -262,6 +262,8 @@ class Probing:
             groups += grid.parameter_groups(args.total_batch_size / 256)
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
         stream = self.training_batches()
+        epochs = args.steps * args.total_batch_size / len(self.training)
+        self.session.print(f"heads: {args.steps} steps of {args.total_batch_size} images, {epochs:,.1f} epochs")
         begin = time.monotonic()
         for step in range(args.steps):
             for group in optimizer.param_groups:
@@ -269,8 +271,9 @@ class Probing:
             loss = update_heads(model, optimizer, self.encoder, stream, self.accum_iter, self.context)
             if (step + 1) % max(1, args.steps // 20) == 0:
                 progress = f"step {step + 1}/{args.steps}: mean loss of all heads {loss.item():.4f}"
-                seconds = time.monotonic() - begin
-                self.session.print(f"{progress}, {seconds:.0f} s")
+                seconds_per_step = (time.monotonic() - begin) / (step + 1)
+                eta = duration((args.steps - step - 1) * seconds_per_step)
+                self.session.print(f"{progress}, eta {eta}")
         stream.close()
 
     def training_batches(self) -> Any:

@@ -1,14 +1,17 @@
 """The life of a program that evaluates without training, and of `--eval` of a training program."""
 
 import argparse
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 from util import attention
 from util.code_version import code_version
 from util.data.transforms import Normalize
+from util.data.workers import SIGNALS
 from util.evaluate.loop import EvalContext
 from util.evaluate.results import RESULTS, Evaluation
 from util.pictures import save
@@ -68,6 +71,37 @@ class Session(NamedTuple):
 
 
 @contextmanager
+def reported_state(folder: Path | None, program: str) -> Iterator[None]:
+    """Writes to run.json that the program runs, and how it ends. folder: of the file; None: this process writes none.
+
+    A signal that ends the program does so at once, as if it were not handled.
+    """
+    if folder is None:
+        yield
+        return
+    previous: dict[int, Any] = {}  # handlers
+
+    def report(number: int, frame: FrameType | None) -> None:
+        write_state(folder, "stopped", why=signal.Signals(number).name)
+        signal.signal(number, previous[number])
+        signal.raise_signal(number)
+
+    write_state(folder, "running", program=program)
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as of HUP under nohup
+            previous[number] = signal.signal(number, report)
+    try:
+        yield
+    except Exception as error:
+        write_state(folder, "failed", why=str(error))
+        raise
+    finally:
+        for handled, handler in previous.items():
+            signal.signal(handled, handler)
+    write_state(folder, "finished")
+
+
+@contextmanager
 def evaluation_session(
     parser: Parser,
     args: argparse.Namespace,
@@ -90,16 +124,8 @@ def evaluation_session(
             is_own = read_json(output_dir / STATE).get("program", parser.prog) == parser.prog
             if process.is_main and is_own:
                 state_folder = output_dir
-        if state_folder is not None:
-            write_state(state_folder, "running", program=parser.prog)
-        try:
+        with reported_state(state_folder, parser.prog):
             yield Session(process, output_dir)
-        except Exception as error:
-            if state_folder is not None:
-                write_state(state_folder, "failed", why=str(error))
-            raise
-        if state_folder is not None:
-            write_state(state_folder, "finished")
         distributed.shut_down()
 
 

@@ -103,8 +103,8 @@ def test_knn_of_all_blocks_features_and_neighbours_equals_a_loop(encoder, data, 
         assert row["top1"] == pytest.approx(100 * np.mean(hits)), row
 
 
-def test_a_probe_learns_what_can_be_learnt_and_writes_it_down(encoder, tmp_path):
-    """Dark and bright images. The chosen head is the best on the held-out images."""
+def test_a_probe_learns_what_can_be_learnt_and_writes_it_down(encoder, tmp_path, capsys):
+    """Dark and bright images, of which 36 train. The chosen head is the best on the held-out images."""
     for split, number in (("train", 20), ("val", 6)):
         for name, low in (("dark", 0), ("bright", 128)):
             folder = tmp_path / split / name
@@ -115,6 +115,9 @@ def test_a_probe_learns_what_can_be_learnt_and_writes_it_down(encoder, tmp_path)
                 Image.fromarray(pixels).save(folder / f"{i}.png")
     flags = ("--probes", "linear", "attentive", "--steps", 40)
     content = probe(encoder, tmp_path, tmp_path / "out", *flags)
+    out = capsys.readouterr().out
+    assert f"{40 * 8 / 36:.1f} epochs" in out
+    assert out.count(", eta ") == 20
     probes = {"mean": "linear", "cls": "linear", "patches": "attentive"}
     chosen = {row["feature"]: row for row in content["results"]}
     assert {feature: row["probe"] for feature, row in chosen.items()} == probes

@@ -1,11 +1,11 @@
 """What an evaluation has written stays, however the program ends."""
 
-import json
 import signal
 
 import pytest
 
 from tests.warm import Python
+from util.run.files.reports import read_json
 
 PROGRAM = """
 import os
@@ -27,13 +27,18 @@ with evaluation_session(parser, parser.parse_args([]), folder):
 
 
 @pytest.mark.parametrize(
-    ("end", "code"),
-    [("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM), ("raise OSError(116, 'Stale file handle')", 75)],
+    ("end", "code", "state"),
+    [
+        ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ("stopped", "SIGTERM")),
+        ("raise OSError(116, 'Stale file handle')", 75, ("failed", "[Errno 116] Stale file handle")),
+    ],
 )
-def test_finished_parts_stay(tmp_path, end, code):
+def test_finished_parts_stay(tmp_path, end, code, state):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(end=end))
     process = Python(program, tmp_path / "out")
     out, _ = process.communicate(timeout=240)
     assert process.returncode == code, out
-    assert json.loads((tmp_path / "out" / "results.json").read_text())["parts"] == {"first": 1.0}
+    assert read_json(tmp_path / "out" / "results.json")["parts"] == {"first": 1.0}
+    content = read_json(tmp_path / "out" / "run.json")
+    assert (content["state"], content["why"]) == state
