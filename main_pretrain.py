@@ -322,8 +322,10 @@ def check_flags(args: argparse.Namespace, plan: Plan, given: Set[str]) -> None:
         if args.pretrained is None:
             raise ValueError("--trainable_blocks needs --pretrained: the frozen blocks must be pre-trained")
         freeze_blocks(model, args)
-    if args.decoder_warmup_epochs and (args.pretrained is None or not hasattr(model, "encoder_parameters")):
-        raise ValueError("--decoder_warmup_epochs needs --pretrained and a ViT")
+    if args.decoder_warmup_epochs:
+        if args.pretrained is None or not hasattr(model, "encoder_parameters"):
+            raise ValueError("--decoder_warmup_epochs needs --pretrained and a ViT")
+        model.encoder_parameters()  # ValueError if they cannot be held
     unused = unused_flags(args)
     unused_and_given = sorted(unused.keys() & given)
     if unused_and_given:

@@ -253,30 +253,33 @@ class Freezable(nn.Module):
     def freeze_all_but(self, trainable_blocks: int) -> None:
         """Freezes the encoder but its last `trainable_blocks` blocks and what follows them; with 0 its norm, too.
 
-        Frozen modules stay in eval mode. They come before the trained ones, so autograd records nothing of them.
-        Raises ValueError if there are too few blocks.
+        With as many as there are blocks, nothing is frozen. Frozen modules stay in eval mode. They come before the
+        trained ones, so autograd records nothing of them. ValueError if there are fewer blocks.
         """
         depth = len(self.blocks)
-        if not 0 <= trainable_blocks < depth:
-            raise ValueError(
-                f"trainable_blocks must be at least 0 and below the {depth} blocks, got {trainable_blocks}"
-            )
+        if not 0 <= trainable_blocks <= depth:
+            raise ValueError(f"trainable_blocks must be from 0 to the {depth} blocks, got {trainable_blocks}")
+        if trainable_blocks == depth:
+            return
         self.frozen = [self.patch_embed, *self.blocks[: depth - trainable_blocks]]
         if trainable_blocks == 0:
             self.frozen.append(self.norm)
-        for name, parameter in self.named_parameters():
-            if name.startswith(("cls_token", "pos_embed")):
-                parameter.requires_grad_(False)
+        for parameter in self.input_parameters():
+            parameter.requires_grad_(False)
         for module in self.frozen:
             module.requires_grad_(False)
 
-    def encoder_parameters(self) -> list[nn.Parameter]:
-        """Returns the parameters that a file of an encoder holds."""
-        parameters = [*self.patch_embed.parameters(), *self.blocks.parameters(), *self.norm.parameters()]
+    def input_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters with which the input of the first block is made."""
+        parameters = list(self.patch_embed.parameters())
         for name, parameter in self.named_parameters():
             if name.startswith(("cls_token", "pos_embed")):
                 parameters.append(parameter)
         return parameters
+
+    def encoder_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters that a file of an encoder holds."""
+        return [*self.input_parameters(), *self.blocks.parameters(), *self.norm.parameters()]
 
     def train(self, mode: bool = True) -> "Freezable":
         """Sets the training mode, except for the frozen modules."""

@@ -57,6 +57,6 @@ def build_classifier(settings: Mapping[str, Any]) -> nn.Module:
     model = MODELS[settings["model"]](
         num_classes=settings["nb_classes"], global_pool=settings["global_pool"], probe=blocks == 0, **options
     )
-    if blocks is not None and blocks != len(model.blocks):
+    if blocks is not None:
         model.freeze_all_but(blocks)
     return model

@@ -198,6 +198,14 @@ class RelativeViTEncoder(PatchEncoder):
         self.norm = layer_norm(vit.embed_dim)
         init_weights_simmim(self, limit)
 
+    def input_parameters(self) -> list[nn.Parameter]:
+        if self.rel_pos_bias is not None:
+            raise ValueError(
+                "--trainable_blocks and --decoder_warmup_epochs do not hold SimMIM's encoder, whose blocks share a "
+                "table of biases"
+            )
+        return super().input_parameters()
+
     def encode(self, tokens: Tensor, ids: Tensor | None = None) -> Tensor:
         """Runs the blocks on embedded tokens [B, n, D], which lie at raster `ids` [B, n]. None means all tokens.
 

@@ -327,6 +327,38 @@ def test_a_step_predicts_the_supervised_tokens_as_a_reconstruction_does(name, ar
     torch.testing.assert_close(supervised, TokenOrder.take(pred, ids_supervised))
 
 
+HOLDING = [name for name in CLASSES if hasattr(CLASSES[name], "encoder_parameters") and name != "SimMIMViT"]
+
+
+@pytest.mark.parametrize("held", ["the first blocks", "the encoder"])
+@pytest.mark.parametrize("name", HOLDING)
+def test_what_is_held_computes_the_same_after_a_step(name, held):
+    """As --trainable_blocks and --decoder_warmup_epochs hold it, whatever it is made of."""
+    model = build(name)
+    imgs, *orders = a_batch(model)
+    if held == "the encoder":
+        for parameter in model.encoder_parameters():
+            parameter.requires_grad_(False)
+    else:
+        model.freeze_all_but(1)
+
+    @torch.no_grad()
+    def features():
+        found = []
+        hook = model.blocks[-2].register_forward_hook(lambda module, args, output: found.append(output))
+        found.append(model.eval().forward_features(imgs))
+        hook.remove()
+        return found
+
+    before = features()
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+    total(model.train()(imgs, *orders)).backward()
+    optimizer.step()
+    after = features()
+    assert torch.equal(after[0], before[0])
+    assert torch.equal(after[1], before[1]) == (held == "the encoder")
+
+
 @frameworks
 def test_images_may_have_five_channels(name):
     """Every channel is an input, is a part of the target, and is predicted; pictures show the first three."""

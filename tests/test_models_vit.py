@@ -190,7 +190,7 @@ def test_the_class_token_may_learn_like_the_head():
     assert found["pos_embed"] == (0.5**3, 0.0)
 
 
-@pytest.mark.parametrize("trainable_blocks", [0, 1, 3])
+@pytest.mark.parametrize("trainable_blocks", [0, 1, 3, 4])
 def test_frozen_parts_are_frozen_in_eval_mode_and_outside_autograd(trainable_blocks):
     torch.manual_seed(0)
     options = dict(global_pool="avg")
@@ -204,10 +204,12 @@ def test_frozen_parts_are_frozen_in_eval_mode_and_outside_autograd(trainable_blo
     for i in range(4):
         if is_trained[i]:
             prefixes += (f"blocks.{i}.",)
+    if trainable_blocks == 4:
+        prefixes = ("",)  # all
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == name.startswith(prefixes), name
     assert [block.training for block in model.blocks] == is_trained
-    assert not model.patch_embed.training
+    assert model.patch_embed.training == (trainable_blocks == 4)
     assert model.head.training
     assert model.norm.training == (trainable_blocks > 0)
     in_graph = []
