@@ -190,6 +190,36 @@ def test_a_run_killed_around_an_evaluation_makes_up_for_it(
     assert_same_best(tmp_path, whole)
 
 
+@pytest.mark.parametrize("scores", [(12.0, 20.0, 20.0), (12.0, 20.0, 18.0)])
+def test_results_name_the_best_weights_that_are_there(labelled, tmp_path, monkeypatch, capsys, scores):
+    """The second write of them fails. At the end of the run that is an error, after which the same command helps."""
+    best_writes = []
+    scores_to_come = iter(scores)
+    exact = main_finetune.evaluate_images
+
+    def evaluate_images(*args, **options):
+        return {**exact(*args, **options), "top1": next(scores_to_come)}
+
+    def fail_once(output_dir, step, *args):
+        if step == "best":
+            best_writes.append(step)
+            if len(best_writes) == 2:
+                raise OSError(28, "No space left on device")
+        return save_checkpoint(output_dir, step, *args)
+
+    monkeypatch.setattr(main_finetune, "evaluate_images", evaluate_images)
+    monkeypatch.setattr(checkpoint, "save_checkpoint", fail_once)
+    epochs = 3
+    if scores[1] == scores[2]:
+        epochs = 2
+        assert "checkpoint-best.pth" in finetune.refused(capsys, labelled, tmp_path, code=75)
+    finetune(labelled, tmp_path, "--epochs", epochs)
+    best = results_in(tmp_path)["best"]
+    saved = contents(tmp_path / "checkpoint-best.pth")["meta"]
+    assert (best["step"], best["val_top1"]) == (saved["step"], saved["val"]["top1"])
+    assert (best["step"], best["val_top1"]) == (3 * epochs, scores[2])
+
+
 def rename_dogs(labelled, folder, splits):
     """A copy of the images whose class dog is called fox in these splits."""
     shutil.copytree(labelled, folder)

@@ -20,7 +20,7 @@ from tests.until import wait_until
 from tests.warm import Python
 from util.run.files import checkpoint, search
 from util.run.files.checkpoint import prune_checkpoints, save_checkpoint
-from util.run.files.reports import read_json
+from util.run.files.reports import read_json, record_failure, write_state
 from util.run.files.search import newest_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,6 +178,26 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
+def fill(path):
+    with open(path, "wb", buffering=0) as file:
+        for size in (65536, 1):
+            with pytest.raises(OSError):
+                while True:
+                    file.write(bytes(size))
+
+
+def test_why_a_run_has_failed_is_written_to_a_full_disk(small_disk):
+    record_failure(small_disk, "before the run has begun")
+    assert list(small_disk.iterdir()) == []
+    write_state(small_disk, "running", program="main_pretrain.py")
+    fill(small_disk / "ballast")
+    record_failure(small_disk, "No space left on device", step=7)
+    record_failure(small_disk, "a closed connection", step=7)
+    content = read_json(small_disk / "run.json")
+    assert (content["state"], content["why"], content["step"]) == ("failed", "No space left on device", 7)
+    assert content["program"] == "main_pretrain.py"
+
+
 def test_a_full_disk(photos, tmp_path, small_disk, capsys, before_step):
     """The disk is filled after the first epoch's checkpoint, apart from room for logs. The last save is required."""
     output_dir = small_disk / "out"
@@ -186,20 +206,18 @@ def test_a_full_disk(photos, tmp_path, small_disk, capsys, before_step):
     pretrain(photos, output_dir, *flags, "--max_steps", 3)
     ballast = small_disk / "ballast"
 
-    def fill():
-        with pytest.raises(OSError), open(ballast, "wb", buffering=0) as file:
-            while True:
-                file.write(bytes(65536))
-        with open(ballast, "r+b") as file:  # room for logs
+    def leave_room_for_logs():
+        fill(ballast)
+        with open(ballast, "r+b") as file:
             file.truncate(ballast.stat().st_size - 600_000)
 
-    before_step(4, fill)
+    before_step(4, leave_room_for_logs)
     with pytest.raises(SystemExit) as stop:
         pretrain(photos, output_dir, *flags)
     captured = capsys.readouterr()
     assert "warning: checkpoint-6.pth could not be written ([Errno 28]" in captured.out
     assert stop.value.code == 75
-    assert "the steps after step 3 are not saved" in captured.err
+    assert "checkpoint-9.pth" in captured.err
     assert "goes on from the newest checkpoint" in captured.err
     assert "MB free, but" in pretrain.refused(capsys, photos, output_dir, *flags, code=75)
     left = [path.name for path in output_dir.glob("*checkpoint*")]

@@ -24,6 +24,7 @@ from tests.runs import (
 )
 from tests.until import wait_until
 from tests.warm import Python, reserve_port
+from util.run.files.reports import read_json
 
 STEPS = 20
 SAVE = ("--save_steps", 5, "--input_size", 16, "--epochs", 2)
@@ -99,7 +100,6 @@ def test_a_process_that_waits_for_the_others(photos, tmp_path):
     port = str(reserve_port())
     environment = dict(
         RANK="0",
-        LOCAL_RANK="0",
         WORLD_SIZE="2",
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=port,
@@ -128,6 +128,7 @@ def test_a_process_that_hangs(photos, tmp_path, undisturbed):
     options = dict(fault=("hang", 12, 1, tmp_path / "mark"), restarts=3)
     out = finish(photos, tmp_path / "out", *SAVE, "--dist_timeout", 10, **options)
     assert re.search(r"process 1 on \S+ made no progress for 10 s: step 13; exit", out), out
+    assert re.search(r"error: process 1 on \S+ made no", (tmp_path / "out" / "log.txt").read_text())
     assert re.search(r'File ".*faulty.py", line \d+ in seed', out)  # its stack
     assert_as(undisturbed, tmp_path / "out")
 
@@ -151,7 +152,7 @@ def test_a_slow_compilation_is_no_hang(photos, tmp_path, undisturbed):
 def test_a_process_that_is_stopped(photos, tmp_path, undisturbed):
     options = dict(fault=("stop", 12, 1, tmp_path / "mark"), restarts=3)
     out = finish(photos, tmp_path / "out", *SAVE, "--dist_timeout", 10, **options)
-    assert re.search(r"process 0 on \S+ made no progress for 10 s: .* waits for other processes", out), out
+    assert re.search(r"process 0 on \S+ made no progress for 10 s: step 13", out), out
     assert_as(undisturbed, tmp_path / "out")
 
 
@@ -281,6 +282,15 @@ def test_killed_in_the_first_save(photos, tmp_path, alone):
     assert_as(alone, tmp_path / "out")
 
 
+def test_the_process_that_failed_first_says_why(photos, tmp_path):
+    """The other one fails, too, because its connection is closed."""
+    finish(photos, tmp_path, *SAVE, fault=("raise", 7, 1, "-"), code=1)
+    content = read_json(tmp_path / "run.json")
+    assert (content["state"], content["why"]) == ("failed", "rank 1: RuntimeError: a fault")
+    log = (tmp_path / "log.txt").read_text()
+    assert log.index("error: rank 1: RuntimeError: a fault") < log.index("error: rank 0: ")
+
+
 @pytest.mark.long
 def test_a_crash_loop_ends(photos, tmp_path):
     out = finish(photos, tmp_path, *SAVE, fault=("raise", 7, "all", "-"), restarts=2, code=1)
@@ -314,6 +324,9 @@ def test_a_worker_that_hangs(photos, tmp_path, alone):
     flags = (*SAVE, "--num_workers", 1)
     out = finish(photos, tmp_path / "out", *flags, "--dist_timeout", 5, fault=fault, processes=1, code=75)
     assert re.search(r"process 0 on \S+ made no progress for 5 s: step 1; exit code 75", out)
+    content = read_json(tmp_path / "out" / "run.json")
+    assert content["state"] == "failed"
+    assert content["why"].endswith("made no progress for 5 s: step 1")
     finish(photos, tmp_path / "out", *flags, processes=1)
     assert_as(alone, tmp_path / "out")
 

@@ -55,54 +55,53 @@ class Evaluator:
     def perform(self) -> None:
         """Evaluates the current weights, and writes the result to the output folder and to the log."""
         training = self.training
+        step = training.loop.step
         collectives.broadcast_buffers(training.model)
         result = self.evaluate(context_of_training(training))
-        self.save_best(result)
+        report = self.report_of(step, result.scores)
+        last = {"step": step, **report}
+        content: dict[str, Any] = {"last": last}
+        if self.best_by:
+            content["best"] = self.save_best(last, result.scores)
         if not training.process.is_main:
             return
         if result.picture is not None:
-            self.training.log.picture(self.picture_name, result.picture, self.training.loop.step)
-        report: dict[str, Any] = {"epoch": (training.loop.step - 1) // training.loop.steps_per_epoch}
-        for name, value in result.scores.items():
-            report[f"val_{name}"] = value
-        last = {"step": training.loop.step, **report}
-        self.write_results(last, result.details)
-        # The log comes last: an evaluation that is not in the log is repeated after a kill.
-        line = self.describe(result.scores)
-        training.log.report(training.loop.step, report, f"after {self.when(last)}: {line}", line)
-
-    def write_results(self, last: Mapping[str, Any], details: Mapping[str, Any]) -> None:
-        """Writes results.json. last: the report of the current evaluation."""
-        training = self.training
-        content: dict[str, Any] = {"last": last}
-        if self.best_by:
-            earlier = [report for report in self.evaluations() if report["step"] < training.loop.step]
-            content["best"] = max([*earlier, last], key=lambda report: report[f"val_{self.best_by}"])
-        content["details"] = details
+            training.log.picture(self.picture_name, result.picture, step)
+        content["details"] = result.details
         content["encoder"] = None if training.encoder is None else asdict(training.encoder)
         content["code"] = training.run.origin.code
         try:
             write_json(training.output_dir / RESULTS, content)
         except OSError as error:
             training.note(f"warning: {RESULTS} could not be written ({error}); the same command writes it again")
+        # The log comes last: an evaluation that is not in the log is repeated after a kill.
+        line = self.describe(result.scores)
+        training.log.report(step, report, f"after {self.when(last)}: {line}", line)
 
-    def save_best(self, result: Evaluation) -> None:
-        """Saves the weights as checkpoint-best.pth if they are better than those of earlier steps."""
-        if not self.best_by:
-            return
+    def report_of(self, step: int, scores: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what the log says of the evaluation of a step."""
+        report: dict[str, Any] = {"epoch": (step - 1) // self.training.loop.steps_per_epoch}
+        for name, value in scores.items():
+            report[f"val_{name}"] = value
+        return report
+
+    def save_best(self, last: dict[str, Any], scores: dict[str, Any]) -> dict[str, Any]:
+        """Saves the weights as checkpoint-best.pth if they are better than its own. Returns the better ones' report."""
         training = self.training
         training.saver.finish()  # earlier ones may be written just now
-        score = result.scores[self.best_by]
-        if collectives.run_on_rank0(lambda: score > self.best_before()):
-            info = training.info.at_step(training.loop.step, training.schedule.steps_per_epoch, result.scores)
-            training.saver.save_best(info)
+        best = collectives.run_on_rank0(self.best_before)
+        if best is not None and best[f"val_{self.best_by}"] >= scores[self.best_by]:
+            return best
+        info = training.info.at_step(last["step"], training.schedule.steps_per_epoch, scores)
+        training.saver.save_best(info)
+        return last
 
-    def best_before(self) -> float:
-        """Returns the score of the best weights so far, of an earlier step than the current one."""
+    def best_before(self) -> dict[str, Any] | None:
+        """Returns the report of the best weights so far, of an earlier step than the current one."""
         best = self.read_best()
-        if best is not None and best.val is not None and best.step < self.training.loop.step:
-            return best.val[self.best_by]
-        return -1.0
+        if best is None or best.val is None or best.step >= self.training.loop.step:
+            return None
+        return {"step": best.step, **self.report_of(best.step, best.val)}
 
     def read_best(self) -> RunInfo | None:
         """Returns what checkpoint-best.pth says about the run; None if there is none."""

@@ -2,13 +2,15 @@
 
 import json
 import socket
+import time
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from util.atomic import replaced_file
-from util.run.cli import PROGRESS
+from util.run.cli import LOG, PROGRESS
+from util.text import printable
 
 STATE = "run.json"
 # What a run that starts anew would replace or continue. The log comes last: see `set_aside_earlier_run`.
@@ -67,18 +69,39 @@ def write_json(path: Path, content: object) -> None:
         temporary.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def write_state(output_dir: str | Path, state: str, **values: object) -> None:
-    """Writes how a run is to run.json, beside what the file says already. For rank 0.
+def write_state(output_dir: str | Path, state: str | None = None, why: str = "", **values: object) -> None:
+    """Writes how a run is to run.json, beside what the file says already.
 
-    state: "running", "finished", "stopped" by a signal or by --max_steps, or "failed". values: program, model, step,
-    last_step, why. A killed run is still "running": nobody holds its lock. OSError is ignored: a full disk may be why.
+    state: "running", "finished", "stopped" by a signal or by --max_steps, or "failed"; None: as before. values:
+    program, model, step, last_step. A killed run is still "running": nobody holds its lock. OSError is ignored.
     """
     path = Path(output_dir) / STATE
-    content = {**read_json(path), "why": "", **values, "state": state}
+    content = {**read_json(path), **values}
+    if state is not None:
+        content |= {"state": state, "why": why}
     content["time"] = datetime.now().isoformat(" ", "seconds")
     content["host"] = socket.gethostname()
-    with suppress(OSError):
+    try:
         write_json(path, content)
+    except OSError:  # on a full disk there is still the place of the file itself
+        with suppress(OSError), open(path, "r+") as file:
+            file.write(json.dumps(content))
+            file.truncate()
+
+
+def record_failure(output_dir: Path, why: str, **values: object) -> None:
+    """Writes why this process fails to the run's log, and to run.json if it is the first one that does.
+
+    The others may fail because of it, and would name a closed connection. values: see `write_state`. Nothing is written
+    where no run has begun. OSError is ignored: the disk may be what fails.
+    """
+    log = output_dir / LOG
+    with suppress(OSError):
+        if log.exists():
+            with open(log, "a", encoding="utf-8", errors="replace") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} error: {printable(' '.join(why.split()))}\n")
+    if read_json(output_dir / STATE).get("state", "failed") != "failed":
+        write_state(output_dir, "failed", why, **values)
 
 
 def write_progress(output_dir: str | Path, progress: object) -> None:

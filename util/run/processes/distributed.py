@@ -63,9 +63,15 @@ def init_process(device: str = "auto", timeout_minutes: float = 30, join_timeout
         if use_cuda:
             return Process(torch.device("cuda", 0))
         return Process(torch.device("cpu"))
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"RANK or WORLD_SIZE is set, but {', '.join(missing)} is not: start with torchrun, or unset both for a "
+            "single process"
+        )
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ["LOCAL_RANK"])
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     place = torch.device("cpu")
     if use_cuda:

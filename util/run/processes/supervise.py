@@ -8,8 +8,8 @@ so they all-reduce the flag every step, and read the result one step later. Work
 is dropped by the exception `Stopped`.
 
 Each process has a watchdog. Without progress for `timeout` seconds, it prints its stacks and its phase, and exits with
-code 75. torchrun or SLURM's requeue then restarts the run from its last checkpoint. A process that waits in a
-collective says so; the one that all wait for does not. Of several processes, the set-up is watched, too.
+code 75. torchrun or SLURM's requeue then restarts the run from its last checkpoint. Of several
+processes, the set-up is watched, too.
 """
 
 import faulthandler
@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -29,8 +28,7 @@ import torch
 import torch.distributed as dist
 
 from util.data.workers import SIGNALS, expect_signal, note_signal
-from util.run.cli import LOG, TEMPORARY
-from util.text import printable
+from util.run.cli import TEMPORARY
 
 
 class Stopped(Exception):
@@ -131,7 +129,7 @@ class StopSignal:
 SETUP_TIMEOUT = 1800.0  # seconds of a phase of the set-up, such as the index of a data set, and of a save
 COMPILE_TIMEOUT = 3600.0  # seconds; a large model takes tens of minutes where no cache has it
 PULSE = 5.0  # seconds between two looks, at most
-WRITE_SECONDS = 10.0  # for the line in the log
+WRITE_SECONDS = 10.0  # for the reason in log and run.json
 NATIVE_MARGIN = 120.0  # seconds that a launch on a GPU may hold the GIL after the limit
 
 
@@ -150,17 +148,19 @@ def collective_timeout(dist_timeout: float, compiles: bool) -> float:
 class Watchdog(threading.Thread):
     """Context manager: ends this process if it takes longer than agreed from one `heartbeat` to the next.
 
-    timeout: seconds, unless a heartbeat asks for more. first: seconds of the first steps, see `first_timeout`. folder:
-    of the log that gets the reason.
+    timeout: seconds, unless a heartbeat asks for more. first: seconds of the first steps, see `first_timeout`. record:
+    called with the reason.
     """
 
-    def __init__(self, timeout: float, first: float, rank: int = 0, folder: Path | None = None) -> None:
+    def __init__(
+        self, timeout: float, first: float, rank: int = 0, record: Callable[[str], object] | None = None
+    ) -> None:
         super().__init__(daemon=True)
         self.timeout = timeout
         self.first = first
         self.limit = first
         self.rank = rank
-        self.folder = folder
+        self.record = record
         self.phase = ""
         self.since: float | None = None  # the last heartbeat
         self.stopped = threading.Event()
@@ -211,31 +211,14 @@ class Watchdog(threading.Thread):
 
     def _end_process(self) -> None:
         reason = f"process {self.rank} on {socket.gethostname()} made no progress for {self.limit:g} s: {self.phase}"
-        if _is_in_collective():
-            reason += ", and waits for other processes"
         faulthandler.dump_traceback(file=2)
         print_error(f"{reason}; exit code {TEMPORARY}")
-        if self.folder is not None and self.rank == 0:
+        if self.record is not None:
             # In a thread: the disk may be what hangs.
-            writer = threading.Thread(target=write_error_to_log, args=(self.folder, reason), daemon=True)
-            writer.start()
-            writer.join(WRITE_SECONDS)
+            recorder = threading.Thread(target=self.record, args=(reason,), daemon=True)
+            recorder.start()
+            recorder.join(WRITE_SECONDS)
         os._exit(TEMPORARY)
-
-
-def write_error_to_log(folder: Path, message: str) -> None:
-    """Appends a line to the log of a run, if it has one and can be written: a full disk may be the error."""
-    line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} error: {printable(' '.join(message.split()))}\n"
-    with suppress(OSError):
-        if (folder / LOG).exists():
-            with open(folder / LOG, "a", encoding="utf-8", errors="replace") as file:
-                file.write(line)
-
-
-def _is_in_collective() -> bool:
-    """Whether the main thread is inside a function of torch.distributed."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed")
 
 
 def print_error(text: str) -> None:

@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from util.data.statistics import IMAGENET, Statistics, refuse_other_format, stat
 from util.run.cli import Parser
 from util.run.files import checkpoint
 from util.run.files.record import CheckpointInfo, DataInfo, EncoderSource, RunInfo, StartInfo
+from util.run.files.reports import record_failure
 from util.run.processes.distributed import Process, may_compile
 from util.run.processes.supervise import Watchdog, first_timeout
 from util.run.start.errors import exit_on_setup_errors
@@ -101,7 +103,8 @@ class Run:
         with exit_on_setup_errors(parser) as stack:
             process = join_processes(parser, args)
             patience = first_timeout(args.dist_timeout, may_compile(args.compile, args.device))
-            with Watchdog(args.dist_timeout, patience, process.rank, Path(args.output_dir)) as watchdog:
+            record = partial(record_failure, Path(args.output_dir))
+            with Watchdog(args.dist_timeout, patience, process.rank, record) as watchdog:
                 watchdog.set_up("output folder")
                 plan = make_plan(args, process, default_batch_size, fitting_batch)
                 check(args, plan)

@@ -91,7 +91,6 @@ class CheckpointSaver:
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.writing: Write | None = None  # on rank 0, until `join` has seen how it ended
         self.began = time.monotonic()  # the last save
-        self.has_checkpoint = self.run.continues_here
         self.num_failures = 0  # saves in a row
 
     def is_due(self) -> bool:
@@ -105,16 +104,14 @@ class CheckpointSaver:
     def is_time(self) -> bool:
         """Whether `save_minutes` have passed since the last save, and no write is in flight. For rank 0.
 
-        It also reports a write that has failed since. It is time, too, if that was the first one, and if a write takes
-        half an hour: then `save` waits for it, and so does the watchdog.
+        It also reports a write that has failed since. It is time, too, if a write takes half an hour: then `save` waits
+        for it, and so does the watchdog.
         """
         if not self.save_minutes:
             return False
         if self.writing is not None and not self.writing.outcome.done():
             return time.monotonic() - self.began > SETUP_TIMEOUT
         self.join()
-        if self.num_failures > 0 and not self.has_checkpoint:
-            return True
         return time.monotonic() - self.began >= 60 * self.save_minutes
 
     def count(self) -> float:
@@ -125,10 +122,6 @@ class CheckpointSaver:
         """Saves if it is time."""
         if total > 0:
             self.save()
-
-    def is_last_try(self) -> bool:
-        """Whether the run ends if one more save fails. For rank 0."""
-        return self.num_failures > 0 and (not self.has_checkpoint or self.num_failures + 1 >= MAX_FAILURES)
 
     def is_behind(self) -> bool:
         """Whether training of more than UNSAVED_SECONDS is not saved, nor being saved. For rank 0."""
@@ -144,8 +137,8 @@ class CheckpointSaver:
         this returns on any rank: if one ended before, its launcher would soon kill rank 0, which writes. At the end of
         the run the weights are saved again, as the last step.
 
-        If the save is not final, a full disk costs a warning only, unless MAX_FAILURES in a row have failed, or two
-        before there is any checkpoint: then the run ends by OSError. FloatingPointError if the weights are not finite.
+        If the save is not final, a full disk costs a warning only, unless MAX_FAILURES in a row have failed: then the
+        run ends by OSError. FloatingPointError if the weights are not finite.
         """
         loop = self.loop
         step = loop.step
@@ -162,7 +155,7 @@ class CheckpointSaver:
         num_bad = torch.stack([~tensor.isfinite().all() for tensor in self.model.state_dict().values()]).sum()
         if all_reduce_sum(num_bad) > 0:
             raise FloatingPointError(f"the weights are not finite after step {step} and were not saved")
-        must_succeed = final or run_on_rank0(self.is_last_try)
+        must_succeed = final or run_on_rank0(lambda: self.num_failures + 1 >= MAX_FAILURES)
         state = {
             "model": self.model.state_dict(),
             "optimizer": loop.optimizer.state_dict(),
@@ -172,13 +165,17 @@ class CheckpointSaver:
         self.began = time.monotonic()
         run_on_rank0(lambda: self.begin_write(step, self.copies.take(state)))
         if must_succeed:
-            self.expect_a_wait()
-            run_on_rank0(lambda: self.join(required=True))
+            self.wait_for_success()
 
     def save_best(self, info: CheckpointInfo) -> None:
-        """Saves the current weights alone, as checkpoint-best.pth. All ranks must call it. info: what it says."""
+        """Saves the current weights alone, as checkpoint-best.pth. All ranks must call it. info: what it says.
+
+        At the end of the run it is complete when this returns. OSError if that fails.
+        """
         self.finish()  # the write before it reads the memory of the copy
         run_on_rank0(lambda: self.begin_write_of_best(self.copies.take({"model": self.model.state_dict()}), info))
+        if self.loop.step == self.loop.last_step:
+            self.wait_for_success()
 
     def is_being_saved(self, step: int) -> bool:
         """Whether rank 0 writes the weights of `step` now."""
@@ -216,7 +213,7 @@ class CheckpointSaver:
         """For the thread. Returns a note for the log, or "". OSError if the write fails."""
         path = checkpoint.save_checkpoint(self.output_dir, step, state, info.to_json(), self.is_kept(step))
         write_progress(self.output_dir, step)
-        write_state(self.output_dir, "running", step=step)
+        write_state(self.output_dir, step=step)
         try:
             checkpoint.prune_checkpoints(self.output_dir, needed_steps)
         except OSError as error:
@@ -244,32 +241,23 @@ class CheckpointSaver:
         except OSError as error:
             self.num_failures += 1
             if required:
-                raise self.describe_failure(writing.file, error) from error
+                raise
             note = f"warning: {writing.file} could not be written ({error}); training goes on"
         else:
             self.saved_steps = writing.needed_steps
-            self.has_checkpoint = self.has_checkpoint or writing.file != checkpoint.file_name("best")
             self.num_failures = 0
         if note:
             self.loop.log.info(note)
-
-    def describe_failure(self, file: str, error: OSError) -> OSError:
-        """Returns the error of a write that ends the run, which says what is lost."""
-        lost = "no step of this run is saved"
-        if self.has_checkpoint:
-            lost = f"the steps after step {self.saved_steps[-1]} are not saved"
-        times = ""
-        if self.num_failures > 1:
-            times = f"{self.num_failures} saves in a row have failed: "
-        message = f"{times}{file} could not be written ({error.strerror or error}), and {lost}"
-        if isinstance(error, PermissionError):  # with the file, whose owner is named
-            return PermissionError(error.errno, message, error.filename)
-        return OSError(message)
 
     def finish(self) -> None:
         """Waits on all ranks, which must call it, until the write in flight is complete."""
         self.expect_a_wait()
         run_on_rank0(self.join)
+
+    def wait_for_success(self) -> None:
+        """Waits on all ranks until the write in flight is complete. All raise OSError if it has failed."""
+        self.expect_a_wait()
+        run_on_rank0(lambda: self.join(required=True))
 
     def expect_a_wait(self) -> None:
         """Tells the watchdog that this process is about to wait for a write."""

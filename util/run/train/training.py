@@ -24,9 +24,9 @@ from util.data.open import data_hint
 from util.data.transforms import Normalize
 from util.data.workers import kill_workers
 from util.run.cli import Parser
-from util.run.files.reports import STATE, set_aside_earlier_run, write_json, write_state
+from util.run.files.reports import record_failure, set_aside_earlier_run, write_json, write_state
 from util.run.processes.distributed import shut_down
-from util.run.processes.supervise import Stopped, write_error_to_log
+from util.run.processes.supervise import Stopped
 from util.run.start.errors import is_full_gpu, message_of, refuse
 from util.run.start.plan import RunSchedule
 from util.run.start.run import Run, RunFacts
@@ -225,7 +225,7 @@ class Training:
                 end_after_signal(loop)
                 return False
             if loop.step < self.schedule.num_steps:
-                self.write_state("stopped", f"--max_steps {loop.step}")
+                self.write_state("stopped", f"--max_steps {self.args.max_steps}")
             else:
                 self.write_state("finished")
             finish_run(loop, "\n".join([*summary(), f"  output       {self.output_dir}"]))
@@ -310,8 +310,8 @@ def end_after_signal(loop: TrainLoop) -> None:
 def refuse_training_error(parser: Parser, error: Exception, saver: CheckpointSaver, batch_size: int) -> NoReturn:
     """Ends a training run after unreadable data, values that are not finite, or an I/O error.
 
-    Other errors are bugs and are raised. Rank 0 writes its error to log and run.json. The other ranks may hang in a
-    collective, so the process group is left as it is. batch_size: of a micro-batch.
+    Other errors are bugs and are raised. The other ranks may hang in a collective, so the process group is left as it
+    is. batch_size: of a micro-batch.
     """
     reason = message_of(error)
     is_bug = False
@@ -322,10 +322,9 @@ def refuse_training_error(parser: Parser, error: Exception, saver: CheckpointSav
     elif not isinstance(error, (ImageError, FloatingPointError, OSError)):
         reason = f"{type(error).__name__}: {reason}"
         is_bug = True
-    if saver.run.process.is_main:
-        write_error_to_log(saver.output_dir, reason)
-        if (saver.output_dir / STATE).exists():  # the folder may have gone
-            write_state(saver.output_dir, "failed", step=saver.loop.step, why=reason)
+    process = saver.run.process
+    place = f"rank {process.rank}: " if process.world_size > 1 else ""
+    record_failure(saver.output_dir, place + reason, step=saver.loop.step)
     if isinstance(error, ValueError) and is_bug:
         raise RuntimeError(reason) from error  # before training, a ValueError is the user's
     if is_bug:

@@ -117,6 +117,14 @@ def test_processes_with_other_devices_are_named():
         distributed.refuse_other_devices(Process(torch.device("cpu"), 2, 3), store)
 
 
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_an_incomplete_environment_of_torchrun_is_an_error(monkeypatch, missing):
+    for name in {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - {missing}:
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(ValueError, match=f"but {missing} is not"):
+        distributed.init_process("cpu")
+
+
 def test_a_job_whose_gpus_are_not_there_may_start_again(monkeypatch):
     monkeypatch.replace_in(distributed, "torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("SLURM_JOB_GPUS", "0,1")
