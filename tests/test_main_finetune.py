@@ -204,7 +204,7 @@ def test_results_name_the_best_weights_that_are_there(labelled, tmp_path, monkey
         if step == "best":
             best_writes.append(step)
             if len(best_writes) == 2:
-                raise OSError(28, "No space left on device")
+                raise OSError(28, "No space left on device", "checkpoint-best.pth")
         return save_checkpoint(output_dir, step, *args)
 
     monkeypatch.setattr(main_finetune, "evaluate_images", evaluate_images)

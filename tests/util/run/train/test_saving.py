@@ -53,7 +53,7 @@ def a_saver(folder, model=None, step=0, keep_every=1000, rank=0, world_size=1, *
     loop.meter.add({"a": torch.ones(())}, torch.ones(()))
     process = Namespace(is_main=rank == 0, world_size=world_size)
     run = Namespace(output_dir=folder, process=process)
-    schedule = Namespace(keep_every=keep_every, num_steps=100, steps_per_epoch=10)
+    schedule = Namespace(keep_every=keep_every, num_steps=100, steps_per_epoch=10, decay_step=None)
     saver = CheckpointSaver(run, info_of_run(), model, loop, schedule, **how_often)
     loop.step = step
     return saver
