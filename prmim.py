@@ -574,7 +574,7 @@ class MaskCollator:
 
     def __call__(self, samples: Iterable[tuple]) -> tuple[Tensor, ...]:
         imgs, labels, addresses, *others = zip(*samples, strict=True)
-        imgs = torch.utils.data.default_collate(imgs)  # in a worker's slot of shared memory, if it has one
+        imgs = torch.stack(imgs)
         epochs, indices = np.asarray(addresses).T
         noise = addressed_noise(self.seed, epochs, indices, self.sampler.counts.num_tokens)
         ids_shuffle = self.draw(noise, imgs, *others)

@@ -376,7 +376,7 @@ class PadAndStack:
         transformed: list[DetectionSample] = [sample[0] for sample in samples]
         sizes = [tuple(sample.img.shape[-2:]) for sample in transformed]
         counts = [len(sample.labels) for sample in transformed]
-        imgs = torch.utils.data.default_collate([self.pad(sample.img) for sample in transformed])
+        imgs = torch.stack([self.pad(sample.img) for sample in transformed])
         boxes = torch.cat([sample.boxes for sample in transformed])
         labels = torch.cat([sample.labels for sample in transformed])
         masks = torch.cat([self.pad(sample.masks) for sample in transformed])

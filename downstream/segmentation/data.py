@@ -285,7 +285,7 @@ def by_stem(root: Path, names: Sequence[str]) -> dict[str, str]:
 
 def stack_pairs(samples: Sequence[tuple]) -> tuple[Tensor, Tensor]:
     """Collates transformed pairs. Returns (imgs [B, C, H, W], labels uint8 [B, H, W])."""
-    imgs = torch.utils.data.default_collate([sample[0][0] for sample in samples])
+    imgs = torch.stack([sample[0][0] for sample in samples])
     labels = torch.stack([sample[0][1] for sample in samples])
     return imgs, labels
 

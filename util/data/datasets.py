@@ -189,4 +189,4 @@ def steps_per_epoch(num_samples: int, total_batch: int) -> int:
 def stack(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     """Collates samples without a mask. Returns (imgs [B, C, H, W], labels int64 [B])."""
     imgs, labels, _ = zip(*samples, strict=True)
-    return torch.utils.data.default_collate(imgs), torch.tensor(labels)  # images: in a worker's slot, if it has one
+    return torch.stack(imgs), torch.tensor(labels)

@@ -1,17 +1,18 @@
-"""The loader of batches, and the memory in which they wait.
+"""The loader of batches: workers make them ahead, each in memory of its own, and torch pins them for a GPU.
 
 A worker that dies and a failing storage end the process with exit code 75. The same command goes on.
 """
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from util import collectives
-from util.data.datasets import Address, AddressedDataset, Sample, StepBatchSampler
-from util.data.slots import Batches, Slots
+from util.data.datasets import Address
 from util.data.workers import begin_beside_gpu, ignore_in_worker, kill_at_exit
 
 PREFETCHED_BYTES = 2**32  # in batches that wait for one process
@@ -30,35 +31,30 @@ class Loader:
 
     def __init__(
         self,
-        dataset: AddressedDataset,
-        addresses: StepBatchSampler | list[list[Address]],
-        collate: Callable[[Sequence[Sample]], Any],
+        dataset: torch.utils.data.Dataset,
+        addresses: Iterable[Sequence[Address]],
+        collate: Callable[[Sequence[Any]], Any],
         *,
         num_workers: int,
         for_gpu: bool,
         batch_bytes: int = 0,
-        lifetime: int | None = None,
     ) -> None:
         """addresses: of each batch. for_gpu: batches lie in pinned memory, and workers have a low priority.
 
-        batch_bytes: size of the images of one batch; 0 if unknown. lifetime: the images of a batch last until this many
-        more batches are asked for, because workers use their memory again, which is faster; None: they stay.
+        batch_bytes: size of the images of one batch; 0 if unknown.
         """
         self.num_workers = num_workers
         self.stream: Iterator[Any] | None = None
-        self.slots: Slots | None = None
         ahead = None
         context = None
         if num_workers > 0:
             ahead = batches_ahead(batch_bytes, num_workers)
             context = "fork"  # workers share the names and labels of all images, and start without importing torch
-            if lifetime is not None:
-                self.slots = Slots(ahead * num_workers, lifetime, batch_bytes, for_gpu)
+            collate = partial(collate_to_share, collate)
         self.source = torch.utils.data.DataLoader(
-            Batches(dataset, collate, self.slots),
-            batch_size=None,
-            sampler=enumerate(addresses),
-            collate_fn=lambda batch: batch,
+            dataset,
+            batch_sampler=addresses,
+            collate_fn=collate,
             num_workers=num_workers,
             multiprocessing_context=context,
             pin_memory=for_gpu,
@@ -73,10 +69,8 @@ class Loader:
         """Returns the next batch. LoaderError if the storage or a worker fails."""
         if self.stream is None:
             self.stream = self._start()
-        if self.slots is not None:
-            self.slots.wait_for_gpu()
         try:
-            batch = next(self.stream)
+            return next(self.stream)
         except PermissionError:  # the user's error
             raise
         except (RuntimeError, OSError, EOFError) as error:  # of a lost worker: the type depends on torch's version
@@ -84,26 +78,24 @@ class Loader:
             if reason is None:
                 raise
             raise LoaderError(reason) from error
-        if self.slots is not None:
-            batch = self.slots.find(batch)
-        return batch
 
     def close(self) -> None:
         """Ends the workers. It is not to be iterated any more."""
         self.stream = iter(())  # torch's iterator ends its workers when it is freed
-        if self.slots is not None:
-            self.slots.unpin()
 
     def _start(self) -> Iterator[Any]:
-        """Starts the workers. They are killed at exit, if they still live then."""
+        """Starts the workers. They are killed at exit, if they still live then. LoaderError if one cannot start."""
         if self.num_workers == 0:
             return iter(self.source)
         others = set(multiprocessing.active_children())
         collectives.wait_for_threads()
-        stream = iter(self.source)
+        try:
+            stream = iter(self.source)
+        except (OSError, RuntimeError) as error:  # no process, thread, file or semaphore is left
+            for worker in set(multiprocessing.active_children()) - others:  # they ignore TERM
+                worker.kill()
+            raise LoaderError(f"a DataLoader worker cannot start ({error}); give fewer --num_workers") from error
         kill_at_exit(set(multiprocessing.active_children()) - others)
-        if self.slots is not None:
-            self.slots.pin()
         return stream
 
     def _find_reason(self, error: Exception) -> str | None:
@@ -130,3 +122,34 @@ def batches_ahead(batch_bytes: int, num_workers: int) -> int:
         return MAX_AHEAD
     affordable = PREFETCHED_BYTES // (batch_bytes * num_workers)
     return max(1, min(MAX_AHEAD, affordable))
+
+
+def collate_to_share(collate: Callable[[Sequence[Any]], Any], samples: Sequence[Any]) -> Any:
+    """Makes a batch in a worker, and moves its tensors to memory that the trainer can map.
+
+    Otherwise a thread of the worker would move them to /dev/shm, which may be small. If it found no space there, the
+    batch would be lost, and the trainer would wait for it without end.
+    """
+    return share(collate(samples))
+
+
+def share(part: Any) -> Any:
+    """Returns a batch, or a part of one, with copies of its tensors in shared memory."""
+    if torch.is_tensor(part):
+        return shared_copy(part)
+    if isinstance(part, tuple | list):
+        parts = [share(element) for element in part]
+        return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
+    return part
+
+
+def shared_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy that other processes can map. On Linux it takes no space in /dev/shm."""
+    storage = tensor.untyped_storage()
+    size = storage.nbytes()
+    if size == 0 or not hasattr(os, "memfd_create"):  # macOS
+        return tensor.share_memory_()
+    with os.fdopen(os.memfd_create("batch"), "wb") as file:
+        file.truncate(size)
+        storage = torch.UntypedStorage._new_shared_fd_cpu(file.fileno(), size).copy_(storage)
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

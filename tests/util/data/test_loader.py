@@ -5,13 +5,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import default_collate
 
 from prmim import MaskCollator, TokenCounts, TokenOrderSampler
-from tests.runs import assert_same_state, pretrain
 from util.data import loader
 from util.data.bad_images import BadImages
 from util.data.datasets import AddressedDataset, StepBatchSampler
@@ -81,67 +80,6 @@ def test_batches_ahead_take_4_gib(images, expected):
     assert batches_ahead(images * IMAGE, num_workers=15) == expected
 
 
-class Shapes(torch.utils.data.Dataset):
-    """Number i: an image, whose shape and type are those of its batch, with the value i."""
-
-    kinds = (((3, 8, 8), torch.uint8), ((3, 4, 4), torch.uint8), ((3, 8, 8), torch.float32), ((1, 2, 8), torch.float32))
-
-    def __getitem__(self, i):
-        shape, dtype = self.kinds[i // 4 % 4]
-        return torch.full(shape, i % 251, dtype=dtype)
-
-
-def collate(samples):
-    return default_collate(samples), default_collate([sample[0] for sample in samples])
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_batches_lie_in_memory_that_is_used_again_and_last_as_long_as_agreed(num_workers):
-    """Of several shapes and types, one of them too large for a slot; the last one is smaller."""
-    addresses = [list(range(first, min(first + 4, 398))) for first in range(0, 398, 4)]
-    options = {"num_workers": num_workers, "for_gpu": False, "batch_bytes": 4 * 3 * 8 * 8}
-    batches = Loader(Shapes(), addresses, collate, lifetime=3, **options)
-    held = []
-    places = set()
-    for number, (imgs, others) in enumerate(batches):
-        if imgs.untyped_storage().data_ptr() == batches.slots.memory.data_ptr():
-            places.add(imgs.data_ptr())
-        held.append((number, imgs, others))
-        for number, imgs, others in held[-3:]:
-            shape, dtype = Shapes.kinds[number % 4]
-            assert imgs.dtype == dtype
-            assert imgs.shape[1:] == shape
-            assert imgs[:, 0, 0, 0].tolist() == [i % 251 for i in addresses[number]]
-            assert imgs.flatten(1).eq(imgs[:, :1, 0, 0]).all()
-            assert others.equal(imgs[:, 0])
-    batches.close()
-    assert len(held) == 100
-    assert len(held[-1][1]) == 2
-    assert len(places) == 4 * num_workers + 3
-
-
-@pytest.mark.parametrize("accum_iter", [1, 3])
-def test_training_has_used_the_images_of_a_batch_before_they_are_written_over(
-    photos, tmp_path, monkeypatch, accum_iter
-):
-    """The slot that the next batch to be begun will lie in is filled with noise before."""
-    flags = ("--batch_size", 4, "--accum_iter", accum_iter, "--epochs", 8)
-    expected = pretrain(photos, tmp_path / "out", *flags)
-    poisoned = []
-
-    class Poisoned(Loader):
-        def __next__(self):
-            slots = self.slots
-            number = len(poisoned) + 4 * self.num_workers
-            poisoned.append(number % len(slots.memory))
-            slots.memory[poisoned[-1]].random_(generator=torch.Generator().manual_seed(number))
-            return super().__next__()
-
-    monkeypatch.setattr("util.run.train.loader.Loader", Poisoned)
-    assert_same_state(pretrain(photos, tmp_path / "poisoned", *flags, "--num_workers", 1), expected)
-    assert len(poisoned) > 2 * len(set(poisoned))
-
-
 class Blank(torch.utils.data.Dataset):
     """Images of 0.5 MB, whose worker gets a signal if there is one, or raises an error."""
 
@@ -161,8 +99,13 @@ def stack(samples):
     return (torch.stack(samples),)
 
 
+class Named(NamedTuple):
+    sample: torch.Tensor
+    name: str
+
+
 def nest(samples):
-    return [(number, (sample, None)) for number, sample in enumerate(samples)]
+    return [(number, Named(sample, "name")) for number, sample in enumerate(samples)]
 
 
 @pytest.mark.parametrize(
@@ -212,10 +155,25 @@ def test_batches_need_no_space_in_dev_shm():
     if os.geteuid() != 0 or not shutil.which("unshare") or subprocess.run([*SMALL_DISK, "true"]).returncode:
         pytest.skip("a file system of its own needs root, unshare and mount")
     program = (
-        "from tests.util.data.test_loader import Blank, Loader, collate, nest, stack\n"
-        "for make_batch in (nest, collate, stack):\n"
+        "from tests.util.data.test_loader import Blank, Loader, nest, stack\n"
+        "for make_batch in (nest, stack):\n"
         "    batches = Loader(Blank(), [range(6)] * 9, make_batch, num_workers=1, for_gpu=False)\n"
         "    print(sum(1 for _ in batches), flush=True)\n"
     )
     child = subprocess.run([*SMALL_DISK, sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
-    assert child.stdout == 3 * "9\n", child.stderr
+    assert child.stdout == 2 * "9\n", child.stderr
+
+
+def test_a_loader_whose_workers_cannot_all_start_ends():
+    """The workers that have started ignore TERM, with which torch and multiprocessing would end them."""
+    program = (
+        "import os, resource\n"
+        "from tests.util.data.test_loader import Blank, Loader, stack\n"
+        "limit = len(os.listdir('/proc/self/fd')) + 20\n"
+        "batches = Loader(Blank(), [[0, 1]] * 3, stack, num_workers=12, for_gpu=False)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))\n"
+        "next(batches)\n"
+    )
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    assert child.returncode == 1
+    assert child.stderr.strip().split("\n")[-1].startswith("util.data.loader.LoaderError")

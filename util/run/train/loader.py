@@ -62,7 +62,6 @@ class TrainLoader:
             num_workers=plan.num_workers,
             for_gpu=plan.device == "cuda",
             batch_bytes=self.batch_bytes,
-            lifetime=plan.accum_iter + 2,  # to the update, and for a GPU a little more, so that the host does not wait
         )
 
 
