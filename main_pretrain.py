@@ -46,6 +46,7 @@ from util.text import count_of, shorten
 PROGRAM = "main_pretrain.py"
 MODEL = "mae_vit_base_patch16"
 BLR = 1.5e-4  # per 256 images; MAE's, for a total batch of 4096 and 800 epochs
+FEW_STEPS = 688  # of the shortest pre-training that was seen to help: that of scripts/quickstart.sh
 
 
 def get_args_parser(model: str = MODEL, by_attention: bool = False) -> Parser:
@@ -410,6 +411,9 @@ def main(argv: Sequence[str] | None = None) -> bool:
         )
 
         schedule = schedule_by_epochs(args, run.plan, loader.steps_per_epoch)
+        if schedule.num_steps < FEW_STEPS and args.pretrained is None:
+            steps = count_of(schedule.num_steps, "step")
+            run.note(f"note: {steps} may be too few: the shortest run that was seen to help had {FEW_STEPS} (--epochs)")
         facts = describe_model(model, statistics)
         training = Training(run, model, optimizer, dataset, schedule, facts)
         training.announce(summary_rows(args, model, images))

@@ -67,7 +67,7 @@ def panel_grid(
         column = column.repeat(scale, axis=1)
         enlarged.append(column.repeat(scale, axis=2))
     rows = [list(row) for row in zip(*enlarged, strict=True)]
-    titles = ["image", "visible, retained, thrown", *panels]
+    titles = ["image", "tokens", *panels]
     if len(rows) >= 4 and len(panels) <= 2:
         if len(rows) % 2 == 1:
             blank = np.full_like(rows[0][0], 255)
@@ -118,7 +118,7 @@ def table(rows: list[list[np.ndarray]], titles: Sequence[str]) -> np.ndarray:
     draw = ImageDraw.Draw(canvas)
     for j, title in enumerate(titles):
         left = _GAP + j * step_right
-        draw.text((left, 4), title, fill=_INK, font=_font_that_fits(title, width))
+        draw.text((left, 1), title, fill=_INK, font=_font_that_fits(title, width))
     for i, row in enumerate(rows):
         top = head + i * step_down
         for j, panel in enumerate(row):
@@ -141,12 +141,12 @@ def _font(size: float) -> Any:
 
 
 def _font_that_fits(text: str, width: int) -> Any:
-    """Returns the font of size 11, or a smaller one with which `text` is no wider than `width` pixels."""
-    font = _font(11)
+    """Returns the font of size 14, or a smaller one with which `text` is no wider than `width` pixels."""
+    font = _font(14)
     length = font.getlength(text)
     if length <= width:
         return font
-    return _font(max(6, 11 * width / length))
+    return _font(max(6, 14 * width / length))
 
 
 def principal_colors(reference: Tensor, *features: Tensor) -> list[Tensor]:

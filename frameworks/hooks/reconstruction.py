@@ -139,7 +139,7 @@ def reconstruction_picture(
             panels[view.truth_title] = view.truth
         panels[view.title] = compose(view, ~order.mask, predicted, model.grid_size)
     if features is not None:
-        panels["features (3 components)"] = features
+        panels["features (PCA)"] = features
     if imgs.dtype != torch.uint8:
         imgs = (normalize.undo(fill_invalid(normalized)) * 255).round().byte()
     states = order.mask.int() + order.thrown.int()  # 0 visible, 1 retained, 2 thrown
