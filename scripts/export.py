@@ -175,7 +175,10 @@ def export_torch(trained: Trained, out: Path) -> list[str]:
         write_program(temporary, program, example, facts)
         difference = check_program(temporary, program, batches)
     height, width = model.img_size
-    images = f"{facts['input_dtype']} [B, {model.in_chans}, {height}, {width}] as in the files"
+    shape = f"[B, {model.in_chans}, {height}, {width}]"
+    if trained.task == "detection":
+        shape = f"[1, {model.in_chans}, H <= {height}, W <= {width}]"
+    images = f"{facts['input_dtype']} {shape} as in the files"
     return [
         f"{trained.weights.path}: {out}: {contents}",
         f"largest difference from the run's outputs: {difference:.1e}",

@@ -40,6 +40,8 @@ class LabelValues:
     the value 1, as in ADE20K. label_values: those of the classes instead. If `ignore_index` is one of them, no pixel of
     label files is without a class, and label maps mark such pixels by the highest other value. ValueError if the values
     do not fit.
+
+    no_class: the value that marks pixels without a class in label maps.
     """
 
     def __init__(
@@ -66,9 +68,9 @@ class LabelValues:
         self.table[:first] = IGNORE
         self.table[ignore_index] = IGNORE
         self.table[values] = np.arange(num_classes)
-        self.ignore_index = ignore_index
+        self.no_class = ignore_index
         if ignore_index in values:
-            self.ignore_index = int(np.flatnonzero(self.table < 0)[-1])
+            self.no_class = int(np.flatnonzero(self.table < 0)[-1])
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
         """Returns the classes of uint8 values [H, W], uint8 [H, W]. ValueError names values that have no meaning."""

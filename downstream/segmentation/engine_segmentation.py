@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from util.pictures import table, write_lines
 from util.run.train.loop import TrainLoop
 
 LOSS_WEIGHTS = {"decode": 1.0, "aux": 0.4}
-MAX_WINDOWS = 8  # of an image in one batch
+MAX_WINDOWS = 8  # of an image in one batch; they lie side by side
 WINDOW_WEIGHTS = ("equal", "gaussian")
 
 
@@ -146,36 +147,25 @@ def slide_rows(
     row_totals = sum_profiles(tops, row_profile)
     column_totals = sum_profiles(lefts, column_profile)
     profile = row_profile[:, None] * column_profile
-    next_tops = dict(zip(tops, [*tops[1:], tops[-1] + window_height], strict=True))
-    boxes = [(top, left) for top in tops for left in lefts]
     sums: Tensor | None = None  # [K, window_height, W] of the rows that begin where the current windows do
-    for first in range(0, len(boxes), MAX_WINDOWS):
-        batch = boxes[first : first + MAX_WINDOWS]
-        parts = []
-        for top, left in batch:
-            rows = slice(top, min(top + window_height, height))
-            columns = slice(left, min(left + window_width, width))
-            parts.append(read(rows, columns))
-        imgs = pad_and_stack(parts, window)
-        del parts  # they may be large
-        logits = predict(imgs).float()
-        del imgs
-        if sums is None:
-            sums = logits.new_zeros(logits.shape[1], window_height, len(column_totals))
-            row_totals = row_totals.to(sums.device)
-            column_totals = column_totals.to(sums.device)
-            profile = profile.to(sums.device)
-        for (top, left), values in zip(batch, logits, strict=True):
-            sums[:, :, left : left + window_width] += resize_logits(values, window) * profile
-            if left < lefts[-1]:
-                continue
-            bottom = next_tops[top]
-            num_rows = bottom - top
-            mean = sums[:, :num_rows] / (row_totals[top:bottom, None] * column_totals)
-            yield RowsOfLogits(slice(top, min(bottom, height)), mean[:, : height - top, :width])
-            unfinished = sums[:, num_rows:].clone()
-            sums.zero_()
-            sums[:, : window_height - num_rows] = unfinished
+    for top, next_top in pairwise([*tops, tops[-1] + window_height]):
+        rows = slice(top, min(top + window_height, height))
+        for first in range(0, len(lefts), MAX_WINDOWS):
+            lefts_of_batch = lefts[first : first + MAX_WINDOWS]
+            parts = [read(rows, slice(left, min(left + window_width, width))) for left in lefts_of_batch]
+            logits = predict(pad_and_stack(parts, window)).float()
+            if sums is None:
+                sums = logits.new_zeros(logits.shape[1], window_height, len(column_totals))
+                row_totals = row_totals.to(sums.device)
+                column_totals = column_totals.to(sums.device)
+                profile = profile.to(sums.device)
+            for left, values in zip(lefts_of_batch, logits, strict=True):
+                sums[:, :, left : left + window_width] += resize_logits(values, window) * profile
+        assert sums is not None
+        num_rows = next_top - top
+        mean = sums[:, :num_rows] / (row_totals[top:next_top, None] * column_totals)
+        yield RowsOfLogits(slice(top, min(next_top, height)), mean[:, : height - top, :width])
+        sums = torch.cat([sums[:, num_rows:], torch.zeros_like(sums[:, :num_rows])], dim=1)
 
 
 def pad_and_stack(parts: Sequence[Tensor], size: Size) -> Tensor:

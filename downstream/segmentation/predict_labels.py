@@ -126,7 +126,7 @@ class LabelMaps:
         """Returns what the values in the label maps and the colours in the pictures mean."""
         classes = {str(value): name for value, name in zip(self.values.of_classes, self.class_names, strict=True)}
         colors = {value: self.palette[int(value)].tolist() for value in classes}
-        return {"classes": classes, "colors": colors, "no_class": self.values.ignore_index}
+        return {"classes": classes, "colors": colors, "no_class": self.values.no_class}
 
     def missing(self) -> list[int]:
         """Returns the images without a label map."""
@@ -247,7 +247,7 @@ class LabelMaps:
     def label_values(self, logits: Tensor, invalid: np.ndarray) -> np.ndarray:
         """Returns the values that label files have for the classes of logits [K, h, w], uint8 [h, w]."""
         labels = self.values.of_classes[logits.argmax(dim=0).cpu().numpy()]
-        labels[invalid] = self.values.ignore_index
+        labels[invalid] = self.values.no_class
         return labels
 
     def write_labels(self, i: int, labels: np.ndarray) -> None:
@@ -256,7 +256,7 @@ class LabelMaps:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced_file(path) as temporary:
             if path.suffix == ".tif":
-                tags = gdal_tags(self.values.ignore_index, self.facts()["classes"])
+                tags = gdal_tags(self.values.no_class, self.facts()["classes"])
                 write_label_tiff(temporary, labels, self.palette, [*read_geo_tags(self.images.source(i)), *tags])
             else:
                 picture = Image.fromarray(labels)
@@ -271,7 +271,7 @@ class LabelMaps:
         values = take_nearest(labels, size)
         blend = (shown.astype(np.float32) + self.palette[values]) / 2
         stripes = np.add.outer(np.arange(size[0]), np.arange(size[1])) // STRIPE % 2 * 255
-        is_invalid = values == self.values.ignore_index
+        is_invalid = values == self.values.no_class
         blend[is_invalid] = stripes[is_invalid, None]
         path = self.picture_paths[i]
         path.parent.mkdir(parents=True, exist_ok=True)

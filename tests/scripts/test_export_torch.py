@@ -181,7 +181,7 @@ def test_a_detector_runs_without_this_project(tmp_path, capsys, masks):
     """It finds what the run's model finds in images that are padded by hand, whatever their size is."""
     model = detection_run(tmp_path / "run", masks=masks)
     out = tmp_path / "model.pt2"
-    run(capsys, tmp_path / "run", out, *FOR_TORCH)
+    assert "[1, 3, " in run(capsys, tmp_path / "run", out, *FOR_TORCH)[-1]
     imgs = [torch.randint(0, 256, (1, 3, *size), dtype=torch.uint8) for size in ((48, 48), (31, 48), (48, 2), (1, 1))]
     torch.save(imgs, tmp_path / "imgs.pt")
     subprocess.run([sys.executable, "-I", "-c", DETECTS_ALONE, out], cwd=tmp_path, check=True)

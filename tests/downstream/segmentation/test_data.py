@@ -57,7 +57,7 @@ def test_listed_values_become_classes_in_their_order():
     """One that is also --ignore_index is a class; maps then mark invalid pixels by another value."""
     values = LabelValues(3, label_values=[20, 10, 255])
     assert values(np.array([10, 255, 20], np.uint8)).tolist() == [1, 2, 0]
-    assert values.ignore_index == 254
+    assert values.no_class == 254
     for other in (0, 254):
         with pytest.raises(ValueError, match=f" {other},.*--label_values"):
             values(np.array([10, other], np.uint8))
