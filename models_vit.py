@@ -13,7 +13,6 @@ fine-tuned. State-dict names are those of MAE's releases and of timm's `VisionTr
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,32 +35,6 @@ __all__ = [
     "vit_large_patch16",
     "vit_huge_patch14",
 ]
-
-
-@dataclass(frozen=True)
-class ViTSizes:
-    """The sizes of a ViT encoder, which its constructor takes by name.
-
-    img_size, patch_size: in pixels. `img_size` is one side or (height, width), each a multiple of `patch_size`.
-    in_chans: number of colour channels.
-    embed_dim, depth, num_heads, mlp_ratio: width, number of blocks, heads of a block, and hidden width of a block's MLP
-        as a multiple of `embed_dim`.
-    drop_path_rate: drop-path rate of the last block. The rates grow linearly from 0 at the first block.
-    """
-
-    img_size: int | tuple[int, int] = 224
-    patch_size: int = 16
-    in_chans: int = 3
-    embed_dim: int = 768
-    depth: int = 12
-    num_heads: int = 12
-    mlp_ratio: float = 4.0
-    drop_path_rate: float = 0.0
-
-    @property
-    def drop_path_rates(self) -> list[float]:
-        """The drop-path rate of each block."""
-        return drop_path_rates(self.drop_path_rate, self.depth)
 
 
 Sizes = dict[str, Any]  # arguments of an encoder
@@ -245,86 +218,6 @@ class DropPath(nn.Module):
         return x * (kept / self.keep_prob).to(x.dtype)
 
 
-class Freezable(nn.Module):
-    """An encoder whose first blocks may be frozen. frozen: modules that stay in eval mode, see `freeze_all_but`."""
-
-    frozen: Sequence[nn.Module] = ()
-
-    def freeze_all_but(self, trainable_blocks: int) -> None:
-        """Freezes the encoder but its last `trainable_blocks` blocks and what follows them; with 0 its norm, too.
-
-        With as many as there are blocks, nothing is frozen. Frozen modules stay in eval mode. They come before the
-        trained ones, so autograd records nothing of them. ValueError if there are fewer blocks.
-        """
-        depth = len(self.blocks)
-        if not 0 <= trainable_blocks <= depth:
-            raise ValueError(f"trainable_blocks must be from 0 to the {depth} blocks, got {trainable_blocks}")
-        if trainable_blocks == depth:
-            return
-        self.frozen = [self.patch_embed, *self.blocks[: depth - trainable_blocks]]
-        if trainable_blocks == 0:
-            self.frozen.append(self.norm)
-        for parameter in self.input_parameters():
-            parameter.requires_grad_(False)
-        for module in self.frozen:
-            module.requires_grad_(False)
-
-    def input_parameters(self) -> list[nn.Parameter]:
-        """Returns the parameters with which the input of the first block is made."""
-        parameters = list(self.patch_embed.parameters())
-        for name, parameter in self.named_parameters():
-            if name.startswith(("cls_token", "pos_embed")):
-                parameters.append(parameter)
-        return parameters
-
-    def encoder_parameters(self) -> list[nn.Parameter]:
-        """Returns the parameters that a file of an encoder holds."""
-        return [*self.input_parameters(), *self.blocks.parameters(), *self.norm.parameters()]
-
-    def train(self, mode: bool = True) -> "Freezable":
-        """Sets the training mode, except for the frozen modules."""
-        super().train(mode)
-        for module in self.frozen:
-            module.eval()
-        return self
-
-
-class PatchEncoder(Freezable):
-    """The first part of every ViT encoder: image size, patch embedding and class tokens.
-
-    num_cls_tokens: P below. All class tokens come before the patches.
-    """
-
-    def __init__(self, sizes: ViTSizes, num_cls_tokens: int = 1) -> None:
-        super().__init__()
-        if num_cls_tokens < 1:
-            raise ValueError(f"num_cls_tokens must be at least 1, got {num_cls_tokens}")
-        height, width = height_and_width(sizes.img_size)
-        check_divisible(height, width, sizes.patch_size)
-        self.img_size = (height, width)
-        self.patch_size = sizes.patch_size
-        self.in_chans = sizes.in_chans
-        self.embed_dim = sizes.embed_dim
-        self.mlp_ratio = sizes.mlp_ratio
-        self.grid_size = (height // sizes.patch_size, width // sizes.patch_size)
-        self.patch_embed = PatchEmbed(sizes.patch_size, sizes.in_chans, sizes.embed_dim)
-        self.num_cls_tokens = num_cls_tokens
-        self.cls_token = nn.Parameter(torch.zeros(1, num_cls_tokens, sizes.embed_dim))
-
-    @property
-    def num_tokens(self) -> int:
-        return math.prod(self.grid_size)
-
-    def no_weight_decay(self) -> set[str]:
-        """Returns the parameters without weight decay in pre-training, beside the 1-D ones: none in MAE."""
-        return set()
-
-    def patchify(self, imgs: Tensor) -> Tensor:
-        """Cuts images [B, C, H, W] into patches [B, N, p*p*C]. Raises ValueError if their size is not the model's."""
-        check_image_size(imgs, self.img_size)
-        return patchify(imgs, self.patch_size)
-
-
 def check_divisible(height: int, width: int, patch_size: int) -> None:
     """Raises ValueError, with the nearest size that fits, unless patches divide an image."""
     is_positive = patch_size >= 1 and height >= 1 and width >= 1
@@ -350,15 +243,110 @@ def drop_path_rates(last: float, depth: int) -> list[float]:
     return [last * i / max(1, depth - 1) for i in range(depth)]
 
 
-class PositionedEncoder(PatchEncoder):
-    """What ViTs with a position table share. A subclass makes `pos_embed` [1, P + N, D], `blocks` and `norm`.
+class ViTEncoder(nn.Module):
+    """Patch embedding, class tokens, positions, blocks and final norm. P, N, D: class tokens, patches, width.
 
-    `pos_embed` may be None if the blocks rotate queries and keys: see `rotation`.
+    img_size, patch_size: in pixels. `img_size` is one side or (height, width), each a multiple of `patch_size`.
+    in_chans: number of colour channels.
+    embed_dim, depth, num_heads, mlp_ratio: width, number of blocks, heads of a block, and hidden width of a block's MLP
+        as a multiple of `embed_dim`.
+    drop_path_rate: drop-path rate of the last block. The rates grow linearly from 0 at the first block.
+    num_cls_tokens: P; MAE has one.
+    learned_pos_embed: train the position table from random numbers. By default it is a frozen sine-cosine table.
+    registers: all class tokens but the first are registers, which no head reads.
+    rotary: rotate queries and keys by the places of their patches, as DINOv3, instead of a position table. Images may
+        then have any size that patches divide.
+    norm_eps: epsilon of the LayerNorms.
+
+    A subclass with other blocks calls `add_embedding` and makes `pos_embed`, `blocks` and `norm`.
     """
 
-    def __init__(self, sizes: ViTSizes, num_cls_tokens: int = 1) -> None:
-        super().__init__(sizes, num_cls_tokens)
+    pos_embed: Any  # the position table [1, P + N, D], or None
+    registers = False
+    rotary = False
+    frozen: Sequence[nn.Module] = ()  # modules that stay in eval mode, see `freeze_all_but`
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
+        num_cls_tokens: int = 1,
+        learned_pos_embed: bool = False,
+        registers: bool = False,
+        rotary: bool = False,
+        norm_eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        self.add_embedding(img_size, patch_size, in_chans, embed_dim, mlp_ratio, num_cls_tokens)
+        self.learned_pos_embed = learned_pos_embed
+        self.registers = registers
+        self.rotary = rotary
+        self.norm_eps = norm_eps
+        if not rotary:
+            self.pos_embed = position_table(embed_dim, self.grid_size, num_cls_tokens, learned_pos_embed)
+        self.blocks = nn.ModuleList()
+        for drop_path in drop_path_rates(drop_path_rate, depth):
+            self.blocks.append(Block(embed_dim, num_heads, mlp_ratio, drop_path))
+        self.norm = layer_norm(embed_dim)
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.eps = norm_eps
+        init_weights(self)
+        nn.init.normal_(self.cls_token, std=0.02)
+
+    def add_embedding(
+        self,
+        img_size: int | tuple[int, int],
+        patch_size: int,
+        in_chans: int,
+        embed_dim: int,
+        mlp_ratio: float,
+        num_cls_tokens: int = 1,
+    ) -> None:
+        """Adds the sizes, the patch embedding and the class tokens, which come before the patches."""
+        if num_cls_tokens < 1:
+            raise ValueError(f"num_cls_tokens must be at least 1, got {num_cls_tokens}")
+        height, width = height_and_width(img_size)
+        check_divisible(height, width, patch_size)
+        self.img_size = (height, width)
+        self.patch_size = patch_size
+        self.in_chans = in_chans
+        self.embed_dim = embed_dim
+        self.mlp_ratio = mlp_ratio
+        self.grid_size = (height // patch_size, width // patch_size)
+        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
+        self.num_cls_tokens = num_cls_tokens
+        self.cls_token = nn.Parameter(torch.zeros(1, num_cls_tokens, embed_dim))
         self.cls_token_mlp: nn.Module = nn.Identity()  # TEC has an MLP
+        self.pos_embed = None
+
+    @property
+    def num_tokens(self) -> int:
+        return math.prod(self.grid_size)
+
+    def no_weight_decay(self) -> set[str]:
+        """Returns the parameters without weight decay in pre-training, beside the 1-D ones: none in MAE."""
+        return set()
+
+    @property
+    def traits(self) -> dict[str, Any]:
+        """The values of `TRAITS` that are not MAE's."""
+        return traits_in(vars(self))
+
+    def patchify(self, imgs: Tensor) -> Tensor:
+        """Cuts images [B, C, H, W] into patches [B, N, p*p*C]. ValueError unless they have the model's size."""
+        if self.rotary:
+            height, width = imgs.shape[-2:]
+            check_divisible(height, width, self.patch_size)
+        else:
+            check_image_size(imgs, self.img_size)
+        return patchify(imgs, self.patch_size)
 
     @property
     def patch_positions(self) -> Tensor:
@@ -378,7 +366,17 @@ class PositionedEncoder(PatchEncoder):
         ids: raster numbers; by default all patches. size: (height, width) of the images in pixels, by default
         `img_size`. See `util.pos_embed.rotate`.
         """
-        return None
+        if not self.rotary:
+            return None
+        height, width = size or self.img_size
+        grid_size = (height // self.patch_size, width // self.patch_size)
+        dtype = torch.promote_types(self.cls_token.dtype, torch.float32)
+        head_width = self.embed_dim // self.blocks[0].attn.num_heads
+        table = rotary_table(head_width, grid_size, self.cls_token.device, dtype)
+        if ids is not None:
+            table = take_tokens(table, ids)
+        unrotated = rotary_table(head_width, (1, 1), table.device, dtype)  # the centre is the origin
+        return torch.cat([unrotated.expand(len(table), self.num_cls_tokens, -1), table], dim=1)
 
     def encode(self, tokens: Tensor, rotation: Tensor | None = None) -> Tensor:
         """Runs the blocks on embedded tokens with positions [B, n, D], which have this rotation.
@@ -414,71 +412,43 @@ class PositionedEncoder(PatchEncoder):
         attention = self.blocks[-1].cls_attention(x, rotation)  # to other class tokens, too
         return attention[..., self.num_cls_tokens - 1 :]
 
+    def freeze_all_but(self, trainable_blocks: int) -> None:
+        """Freezes the encoder but its last `trainable_blocks` blocks and what follows them; with 0 its norm, too.
 
-class ViTEncoder(PositionedEncoder):
-    """Patch embedding, class tokens, positions, blocks and final norm.
+        With as many as there are blocks, nothing is frozen. Frozen modules stay in eval mode. They come before the
+        trained ones, so autograd records nothing of them. ValueError if there are fewer blocks.
+        """
+        depth = len(self.blocks)
+        if not 0 <= trainable_blocks <= depth:
+            raise ValueError(f"trainable_blocks must be from 0 to the {depth} blocks, got {trainable_blocks}")
+        if trainable_blocks == depth:
+            return
+        self.frozen = [self.patch_embed, *self.blocks[: depth - trainable_blocks]]
+        if trainable_blocks == 0:
+            self.frozen.append(self.norm)
+        for parameter in self.input_parameters():
+            parameter.requires_grad_(False)
+        for module in self.frozen:
+            module.requires_grad_(False)
 
-    num_cls_tokens: P; MAE has one.
-    learned_pos_embed: train the position table from random numbers. By default it is a frozen sine-cosine table.
-    registers: all class tokens but the first are registers, which no head reads.
-    rotary: rotate queries and keys by the places of their patches, as DINOv3, instead of a position table. Images may
-        then have any size that patches divide.
-    norm_eps: epsilon of the LayerNorms.
-    sizes: the fields of `ViTSizes`.
-    """
+    def input_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters with which the input of the first block is made."""
+        parameters = list(self.patch_embed.parameters())
+        for name, parameter in self.named_parameters():
+            if name.startswith(("cls_token", "pos_embed")):
+                parameters.append(parameter)
+        return parameters
 
-    def __init__(
-        self,
-        num_cls_tokens: int = 1,
-        learned_pos_embed: bool = False,
-        registers: bool = False,
-        rotary: bool = False,
-        norm_eps: float = 1e-6,
-        **sizes: Any,
-    ) -> None:
-        vit = ViTSizes(**sizes)
-        super().__init__(vit, num_cls_tokens)
-        self.learned_pos_embed = learned_pos_embed
-        self.registers = registers
-        self.rotary = rotary
-        self.norm_eps = norm_eps
-        self.pos_embed: nn.Parameter | None = None
-        if not rotary:
-            self.pos_embed = position_table(vit.embed_dim, self.grid_size, num_cls_tokens, learned_pos_embed)
-        self.blocks = nn.ModuleList()
-        for drop_path in vit.drop_path_rates:
-            self.blocks.append(Block(vit.embed_dim, vit.num_heads, vit.mlp_ratio, drop_path))
-        self.norm = layer_norm(vit.embed_dim)
-        for module in self.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.eps = norm_eps
-        init_weights(self)
-        nn.init.normal_(self.cls_token, std=0.02)
+    def encoder_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters that a file of an encoder holds."""
+        return [*self.input_parameters(), *self.blocks.parameters(), *self.norm.parameters()]
 
-    @property
-    def traits(self) -> dict[str, Any]:
-        """The values of `TRAITS` that are not MAE's."""
-        return traits_in(vars(self))
-
-    def patchify(self, imgs: Tensor) -> Tensor:
-        if not self.rotary:
-            return super().patchify(imgs)
-        height, width = imgs.shape[-2:]
-        check_divisible(height, width, self.patch_size)
-        return patchify(imgs, self.patch_size)
-
-    def rotation(self, ids: Tensor | None = None, size: Sequence[int] | None = None) -> Tensor | None:
-        if not self.rotary:
-            return None
-        height, width = size or self.img_size
-        grid_size = (height // self.patch_size, width // self.patch_size)
-        dtype = torch.promote_types(self.cls_token.dtype, torch.float32)
-        head_width = self.embed_dim // self.blocks[0].attn.num_heads
-        table = rotary_table(head_width, grid_size, self.cls_token.device, dtype)
-        if ids is not None:
-            table = take_tokens(table, ids)
-        unrotated = rotary_table(head_width, (1, 1), table.device, dtype)  # the centre is the origin
-        return torch.cat([unrotated.expand(len(table), self.num_cls_tokens, -1), table], dim=1)
+    def train(self, mode: bool = True) -> "ViTEncoder":
+        """Sets the training mode, except for the frozen modules."""
+        super().train(mode)
+        for module in self.frozen:
+            module.eval()
+        return self
 
 
 # Arguments of a ViT that follow from its first weights, with MAE's values. See `from_dino` in `encoders.names`.
@@ -496,7 +466,7 @@ def check_pool(model: nn.Module, global_pool: str) -> None:
         raise ValueError(f"unknown global_pool {global_pool!r}, choose from {', '.join(model.pools)}")
 
 
-class Classifier(Freezable):
+class Classifier(ViTEncoder):
     """Pooling, head, and freezing of all but the last blocks: turns an encoder into a classifier.
 
     pools: what `global_pool` may be. `avg` takes the mean of the patch tokens and a new norm, `fc_norm`, instead of the
@@ -533,7 +503,7 @@ class Classifier(Freezable):
         P = self.num_cls_tokens
         if self.global_pool == "avg":
             x = x[:, P:].mean(dim=1)
-        elif P == 1 or getattr(self, "registers", False):
+        elif P == 1 or self.registers:
             x = x[:, 0]
         else:
             x = x[:, :P].mean(dim=1)
@@ -560,7 +530,7 @@ class Classifier(Freezable):
         return {"stem": stem, "blocks": r"^blocks\.(\d+)"}
 
 
-class VisionTransformer(Classifier, ViTEncoder):
+class VisionTransformer(Classifier):
     """The encoder with a classification head, as MAE fine-tunes it.
 
     num_classes, global_pool, probe: see `Classifier`.

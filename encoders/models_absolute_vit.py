@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from encoders.models_relative_vit import RelativeBlock, init_weights_simmim
-from models_vit import BASE, MICRO, MINI, Classifier, PositionedEncoder, ViTSizes, layer_norm
+from models_vit import BASE, MICRO, MINI, Classifier, ViTEncoder, drop_path_rates, layer_norm
 
 __all__ = [
     "AbsoluteVisionTransformer",
@@ -21,28 +21,35 @@ __all__ = [
 ]
 
 
-class AbsoluteViTEncoder(PositionedEncoder):
+class AbsoluteViTEncoder(ViTEncoder):
     """The blocks of `models_relative_vit` without biases of the logits, and a learned position table.
 
+    img_size, ..., drop_path_rate: see `models_vit.ViTEncoder`.
     init_values: initial value of the layer scales.
     pretraining: truncate the normal distribution of the initial weights at one sigma. As in the release, this is not
         done in fine-tuning.
-    sizes: the fields of `models_vit.ViTSizes`.
     """
 
     def __init__(
         self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
         init_values: float = 0.1,
         pretraining: bool = True,
-        **sizes: Any,
     ) -> None:
-        vit = ViTSizes(**sizes)
-        super().__init__(vit)
-        self.pos_embed = nn.Parameter(torch.zeros(1, 1 + self.num_tokens, vit.embed_dim))  # class token first
+        nn.Module.__init__(self)
+        self.add_embedding(img_size, patch_size, in_chans, embed_dim, mlp_ratio)
+        self.pos_embed = nn.Parameter(torch.zeros(1, 1 + self.num_tokens, embed_dim))  # class token first
         self.blocks = nn.ModuleList()
-        for drop_path in vit.drop_path_rates:
-            self.blocks.append(RelativeBlock(vit.embed_dim, vit.num_heads, vit.mlp_ratio, drop_path, init_values))
-        self.norm = layer_norm(vit.embed_dim)
+        for drop_path in drop_path_rates(drop_path_rate, depth):
+            self.blocks.append(RelativeBlock(embed_dim, num_heads, mlp_ratio, drop_path, init_values))
+        self.norm = layer_norm(embed_dim)
         limit = 2.0
         if pretraining:
             limit = 0.02

@@ -17,9 +17,9 @@ from models_vit import (
     MICRO,
     MINI,
     Classifier,
-    PatchEncoder,
-    ViTSizes,
+    ViTEncoder,
     attention_of_first,
+    drop_path_rates,
     layer_norm,
     make_drop_path,
     split_heads,
@@ -159,22 +159,29 @@ class RelativeBlock(nn.Module):
         return self.attn.cls_attention(self.norm1(x), bias)
 
 
-class RelativeViTEncoder(PatchEncoder):
+class RelativeViTEncoder(ViTEncoder):
     """SimMIM's ViT, which has tables of relative-position biases instead of a position table.
 
+    img_size, ..., drop_path_rate: see `models_vit.ViTEncoder`.
     init_values: initial value of the layer scales.
     shared_bias: True if all blocks share one bias table (pre-training), False if each has its own (fine-tuning).
-    sizes: the fields of `models_vit.ViTSizes`.
     """
 
     def __init__(
         self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
         init_values: float = 0.1,
         shared_bias: bool = True,
-        **sizes: Any,
     ) -> None:
-        vit = ViTSizes(**sizes)
-        super().__init__(vit)
+        nn.Module.__init__(self)
+        self.add_embedding(img_size, patch_size, in_chans, embed_dim, mlp_ratio)
         # The release truncates the normal distribution at one sigma in pre-training, but not in fine-tuning.
         limit = 0.02
         grid_of_blocks = None
@@ -182,20 +189,13 @@ class RelativeViTEncoder(PatchEncoder):
             limit = 2.0
             grid_of_blocks = self.grid_size
         self.blocks = nn.ModuleList()
-        for drop_path in vit.drop_path_rates:
-            block = RelativeBlock(
-                vit.embed_dim,
-                vit.num_heads,
-                vit.mlp_ratio,
-                drop_path,
-                init_values,
-                grid_of_blocks,
-            )
+        for drop_path in drop_path_rates(drop_path_rate, depth):
+            block = RelativeBlock(embed_dim, num_heads, mlp_ratio, drop_path, init_values, grid_of_blocks)
             self.blocks.append(block)
         self.rel_pos_bias: RelativePositionBias | None = None
         if shared_bias:
-            self.rel_pos_bias = RelativePositionBias(self.grid_size, vit.num_heads)
-        self.norm = layer_norm(vit.embed_dim)
+            self.rel_pos_bias = RelativePositionBias(self.grid_size, num_heads)
+        self.norm = layer_norm(embed_dim)
         init_weights_simmim(self, limit)
 
     def input_parameters(self) -> list[nn.Parameter]:
@@ -216,17 +216,9 @@ class RelativeViTEncoder(PatchEncoder):
             x = block(x, bias)
         return x
 
-    def forward_features(self, imgs: Tensor) -> Tensor:
-        """Computes features [B, 1 + N, D] of normalised images [B, C, H, W], class token first, after the norm.
-
-        The fine-tune model has no norm here.
-        """
-        return self.norm(self.encode(self.patch_embed(self.patchify(imgs))))
-
     def start(self, tokens: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Returns the input of the first block [B, 1 + n, D] and the bias that all blocks share, if they share one."""
-        cls_token = self.cls_token.expand(tokens.shape[0], -1, -1)
-        x = torch.cat([cls_token, tokens], dim=1)
+        x = self.prepend_cls_token(tokens)
         if self.rel_pos_bias is None:
             return x, None
         return x, self.rel_pos_bias(ids)
@@ -236,13 +228,13 @@ class RelativeViTEncoder(PatchEncoder):
 
         imgs: normalised images [B, C, H, W], of which all patches are visible.
         """
-        x, bias = self.start(self.patch_embed(self.patchify(imgs)))
+        x, bias = self.start(self.embed(imgs))
         for block in self.blocks[:-1]:
             x = block(x, bias)
         return self.blocks[-1].cls_attention(x, bias)
 
 
-def init_weights_simmim(encoder: PatchEncoder, limit: float) -> None:
+def init_weights_simmim(encoder: ViTEncoder, limit: float) -> None:
     """Initialises an encoder as SimMIM does: normal with sigma 0.02, truncated at +-`limit`, and zero biases.
 
     The output layers of block k (from 1) are then divided by sqrt(2 k).

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from encoders.models_relative_vit import RelativeBlock
 from encoders.names import Tensors
-from models_vit import PositionedEncoder, ViTSizes, drop_path_rates, init_weights
+from models_vit import ViTEncoder, drop_path_rates, init_weights
 from models_vit import layer_norm as make_layer_norm
 from util.pos_embed import sincos_pos_embed
 
@@ -17,7 +17,7 @@ from util.pos_embed import sincos_pos_embed
 NEW_KEYS = ("relative_position_bias_table", "gamma_1", "gamma_2")
 
 
-class DenseViT(PositionedEncoder):
+class DenseViT(ViTEncoder):
     """A ViT with a trainable position table, relative-position biases and layer scales.
 
     img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio, drop_path_rate: see `models_vit.ViTEncoder`.
@@ -42,7 +42,8 @@ class DenseViT(PositionedEncoder):
         out_blocks: tuple[int, ...] | None = None,
         final_norm: bool = False,
     ) -> None:
-        super().__init__(ViTSizes(img_size, patch_size, in_chans, embed_dim))
+        nn.Module.__init__(self)
+        self.add_embedding(img_size, patch_size, in_chans, embed_dim, mlp_ratio)
         self.out_blocks = out_blocks or (depth - 1,)
         table = sincos_pos_embed(embed_dim, self.grid_size, num_prefix=1).float()
         self.pos_embed = nn.Parameter(table.unsqueeze(0))  # [1, 1 + N, D]

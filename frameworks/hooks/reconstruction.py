@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from framework import Framework, View
-from models_vit import PatchEncoder
+from models_vit import ViTEncoder
 from prmim import TokenOrder
 from util.data.datasets import AddressedDataset
 from util.data.images import Images
@@ -128,7 +128,7 @@ def reconstruction_picture(
     model.eval()
     try:
         views = model.views(normalized, order.ids_shuffle, normalize.undo)
-        if isinstance(model, PatchEncoder):
+        if isinstance(model, ViTEncoder):
             features = feature_colors(model, fill_invalid(normalized))
     finally:
         model.train(was_training)
@@ -147,7 +147,7 @@ def reconstruction_picture(
 
 
 @torch.no_grad()
-def feature_colors(model: PatchEncoder, imgs: Tensor) -> Tensor:
+def feature_colors(model: ViTEncoder, imgs: Tensor) -> Tensor:
     """Returns the encoder's features of whole images [B, C, H, W] as colours in [0, 1], float [B, 3, H, W] on the CPU.
 
     Red, green and blue are the first three principal components of the tokens of all images. The sign of each is the

@@ -13,7 +13,7 @@ import main_pretrain
 from frameworks.hooks import attention_phases
 from frameworks.hooks.attention_phases import compute_maps, mean_over_heads, refresh_epochs
 from models_mae_pr import mae_vit_micro_patch4
-from models_vit import PositionedEncoder
+from models_vit import ViTEncoder
 from prmim import TokenCounts, TokenOrderSampler, addressed_noise
 from tests.conftest import read_photo, write_photo
 from tests.loops import SilentLog, a_run, a_schedule
@@ -308,7 +308,7 @@ def test_a_crash_while_maps_are_written_costs_only_them(photos, whole, tmp_path,
 
 def test_a_signal_while_maps_are_made_loses_nothing(photos, whole, tmp_path, monkeypatch):
     """The last two checkpoints stay, and the same maps are made again."""
-    cls_attention = PositionedEncoder.cls_attention
+    cls_attention = ViTEncoder.cls_attention
     calls = []
 
     def interrupted(model, imgs):
@@ -317,7 +317,7 @@ def test_a_signal_while_maps_are_made_loses_nothing(photos, whole, tmp_path, mon
             os.kill(os.getpid(), signal.SIGTERM)
         return cls_attention(model, imgs)
 
-    monkeypatch.setattr(PositionedEncoder, "cls_attention", interrupted)
+    monkeypatch.setattr(ViTEncoder, "cls_attention", interrupted)
     assert main_pretrain.main(pretrain.command(photos, tmp_path / "parts", *FLAGS)) is False
     assert [path.name for path in list_checkpoints(tmp_path / "parts")] == ["checkpoint-3.pth", "checkpoint-6.pth"]
     assert maps_path(tmp_path / "parts", 0).exists()
