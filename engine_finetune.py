@@ -41,6 +41,33 @@ class BatchAugmentation:
         return imgs, targets, 0.0
 
 
+def forward_backward(
+    model: nn.Module, batch: list[torch.Tensor], micro: int, loop: TrainLoop, augment: BatchAugmentation
+) -> None:
+    """Computes the loss of micro-batch number `micro` of a step, and adds its share of the gradient.
+
+    It empties `batch`, so that the memory is free for the backward pass.
+    """
+    imgs, labels = batch
+    batch.clear()
+    imgs, targets, smoothing = augment(loop.normalize(imgs), labels)
+    with loop.no_sync_before_last(model, micro):
+        with loop.autocast():
+            loss = F.cross_entropy(model(imgs).float(), targets, label_smoothing=smoothing)
+        del imgs, labels, targets
+        loop.scaled_loss({"cross_entropy": loss}).backward()
+
+
+def update(loop: TrainLoop) -> dict[str, torch.Tensor]:
+    """Steps the optimizer unless the gradient is not finite. Returns scalars, whose means are logged like the loss."""
+    loop.scaler.unscale_(loop.optimizer)
+    values = {"grad_norm": loop.total_norm(loop.parameters)}
+    if loop.clip_grad is not None:
+        nn.utils.clip_grads_with_norm_(loop.parameters, loop.clip_grad, values["grad_norm"])
+    loop.step_if_finite(values["grad_norm"])
+    return values
+
+
 def train_one_epoch(
     model: nn.Module, batches: Iterator[Batch], steps: range, loop: TrainLoop, augment: BatchAugmentation
 ) -> None:
@@ -52,17 +79,13 @@ def train_one_epoch(
     """
     model.train()
     for step in steps:
-        loop.begin_step(step)
+        loop.set_rates(step)
         for micro in range(loop.accum_iter):
-            imgs, labels = loop.next_batch(batches, micro)
-            imgs, targets, smoothing = augment(loop.normalize(imgs), labels)
-            with loop.no_sync_before_last(model, micro):
-                with loop.autocast():
-                    loss = F.cross_entropy(model(imgs).float(), targets, label_smoothing=smoothing)
-                del imgs, labels, targets  # frees their memory for the backward pass
-                loop.scaled_loss({"cross_entropy": loss}, micro).backward()
-        grad_norm = loop.update_weights()
-        loop.end_step(grad_norm)  # logs every `print_freq` steps
+            batch = loop.next_batch(batches, micro)
+            forward_backward(model, batch, micro, loop, augment)
+        values = update(loop)
+        loop.zero_grad()
+        loop.log_step(values)  # with the loss, every `print_freq` steps
         if loop.should_stop():  # all ranks have agreed
             return
 

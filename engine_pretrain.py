@@ -13,14 +13,31 @@ Batch = Sequence[torch.Tensor]  # what `MaskCollator` makes
 
 
 def forward_backward(model: nn.Module, batch: list[torch.Tensor], micro: int, loop: "TrainLoop") -> None:
-    """Computes the losses of micro-batch number `micro` of a step, and adds its share of the gradient."""
+    """Computes the losses of micro-batch number `micro` of a step, and adds its share of the gradient.
+
+    It empties `batch`, so that the memory is free for the backward pass.
+    """
     imgs, _, *orders = batch
     batch.clear()
     with loop.no_sync_before_last(model, micro):
         with loop.autocast():
             losses = model(loop.normalize(imgs, fill=False), *orders)  # invalid pixels are NaN
-        del imgs, orders  # frees their memory for the backward pass
-        loop.scaled_loss(losses, micro).backward()
+        del imgs, orders
+        loop.scaled_loss(losses).backward()
+
+
+def update(loop: "TrainLoop") -> dict[str, torch.Tensor]:
+    """Steps the optimizer unless the gradient is not finite. Returns scalars that are averaged and logged, too.
+
+    With --cuda_graph it is captured: no value may go to the host.
+    """
+    loop.scaler.unscale_(loop.optimizer)
+    values = {"grad_norm": loop.total_norm(loop.parameters)}
+    # Yours, for example values["grad_norm_decoder"] = loop.total_norm(loop.model.decoder.parameters())
+    if loop.clip_grad is not None:
+        nn.utils.clip_grads_with_norm_(loop.parameters, loop.clip_grad, values["grad_norm"])
+    loop.step_if_finite(values["grad_norm"])
+    return values
 
 
 def train_one_epoch(
@@ -28,22 +45,24 @@ def train_one_epoch(
     batches: Iterator[Batch],
     steps: range,
     loop: "TrainLoop",
-    compute: Callable[..., None] = forward_backward,
+    forward_backward: Callable[..., None] = forward_backward,
+    update: Callable[..., dict[str, torch.Tensor]] = update,
 ) -> None:
     """Makes the optimizer steps `steps`, which belong to one epoch. A signal ends them earlier.
 
     model: a framework, `model(imgs, ids_shuffle, *groupings) -> {name: scalar loss}`, or a wrapper of one.
     batches: iterator over `MaskCollator`'s batches, `loop.accum_iter` per step, that stands at `steps.start`.
     steps: numbers of optimizer steps, counted from 0 over the whole run.
-    compute: `forward_backward`, or its CUDA graph.
+    forward_backward, update: the functions above, or their CUDA graphs.
     """
     model.train()
     for step in steps:
-        loop.begin_step(step)
+        loop.set_rates(step)
         for micro in range(loop.accum_iter):
             batch = loop.next_batch(batches, micro)
-            compute(model, batch, micro, loop)
-        grad_norm = loop.update_weights()
-        loop.end_step(grad_norm)  # logs every `print_freq` steps
+            forward_backward(model, batch, micro, loop)
+        values = update(loop)
+        loop.zero_grad()
+        loop.log_step(values)  # with the losses, every `print_freq` steps
         if loop.should_stop():  # all ranks have agreed
             return

@@ -15,7 +15,7 @@ import torch
 
 import monitor
 from encoders.load import load_blocks, read_traits
-from engine_pretrain import forward_backward, train_one_epoch
+from engine_pretrain import forward_backward, train_one_epoch, update
 from framework import Flag, Framework, PixelFramework
 from frameworks.hooks.pictures import Pictures
 from frameworks.registry import MODELS, build_model, check_own_flags, class_of
@@ -419,7 +419,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         training.announce(summary_rows(args, model, images))
         if args.sampling != "attention":  # whose maps change the token counts
             count = partial(forward_gmac, vars(args), build_model)
-            training.loop.measures += utilization(run.process.device, run.plan.precision, count)
+            training.loop.reports.measures += utilization(run.process.device, run.plan.precision, count)
 
         between: list[BetweenSteps] = [Pictures(training, model, images)]
         between.append(monitor.Monitor(training, model, images, val_images))
@@ -432,7 +432,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
             open_batches = phases.open
         train_steps: TrainSteps = train_one_epoch
         if args.cuda_graph:
-            train_steps = partial(train_one_epoch, compute=training.loop.capture_steps(forward_backward))
+            graphs = training.loop.capture_steps(forward_backward, update)
+            train_steps = partial(train_one_epoch, forward_backward=graphs.forward_backward, update=graphs.update)
         return training.train(train_steps, open_batches, between, lambda: summary_of_run(args, training))
 
 

@@ -1,11 +1,11 @@
 """What the programs for dense tasks share: flags, schedules that count iterations, splits."""
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 import models_vit
 from encoders.trained import Trained
@@ -31,7 +31,6 @@ from util.run.start.flags import (
 )
 from util.run.start.plan import RunSchedule, check_same
 from util.run.start.run import Run
-from util.run.train.loop import TrainLoop
 from util.text import count_of
 
 # {name of an encoder: its sizes}
@@ -221,33 +220,6 @@ def schedule_by_iterations(run: Run, steps_per_epoch: int, learning_rate: Callab
         epochs=epochs,
         unit="iteration",
     )
-
-
-# -------------------------------------------------------------------------------------------------------------- loop
-
-
-def train_iterations(
-    model: nn.Module,
-    batches: Iterator[Any],
-    steps: range,
-    loop: TrainLoop,
-    compute_losses: Callable[[nn.Module, Any, TrainLoop], dict[str, Tensor]],
-) -> None:
-    """Makes the optimizer steps `steps`. A signal ends them earlier.
-
-    batches: micro-batches from `steps.start` on. compute_losses: returns {name: loss} of a micro-batch.
-    """
-    model.train()
-    for step in steps:
-        loop.begin_step(step)
-        for micro in range(loop.accum_iter):
-            with loop.no_sync_before_last(model, micro):
-                losses = compute_losses(model, loop.next_batch(batches, micro), loop)
-                loop.scaled_loss(losses, micro).backward()
-        grad_norm = loop.update_weights()
-        loop.end_step(grad_norm)  # logs every `print_freq` steps
-        if loop.should_stop():  # all ranks have agreed
-            return
 
 
 def summary_rows(

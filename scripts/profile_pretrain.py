@@ -35,7 +35,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import main_pretrain
-from engine_pretrain import forward_backward, train_one_epoch
+from engine_pretrain import forward_backward, train_one_epoch, update
 from frameworks.registry import build_model
 from recipes import RECIPES
 from util import costs
@@ -99,9 +99,10 @@ class Step:
         schedule = RunSchedule(NEVER, NEVER, NEVER, lambda step, lr_scale: 1e-4, summary="", pauses=(), epochs=1)
         log = RunLog("", 0, 0, enabled=False)
         self.loop = TrainLoop(run, schedule, self.model, optimizer, self.normalize, log)
-        self.compute: Callable[..., None] = forward_backward
+        self.train_steps: Callable[..., None] = train_one_epoch
         if args.cuda_graph:
-            self.compute = self.loop.capture_steps(forward_backward)
+            graphs = self.loop.capture_steps(forward_backward, update)
+            self.train_steps = partial(train_one_epoch, forward_backward=graphs.forward_backward, update=graphs.update)
 
     def __call__(self) -> None:
         """Runs one training step."""
@@ -110,7 +111,7 @@ class Step:
 
     def train(self, batches: Iterator[Any], num_steps: int) -> None:
         """Runs training steps on batches of `MaskCollator`."""
-        train_one_epoch(self.model, batches, range(num_steps), self.loop, self.compute)
+        self.train_steps(self.model, batches, range(num_steps), self.loop)
 
     def saved_bytes(self, num_images: int) -> int:
         """Bytes that autograd saves for a batch of copies of the first image. The model must not be compiled."""

@@ -101,15 +101,15 @@ def before_step(monkeypatch):
     """Returns a function: before_step(number, happen) has `happen` called once, before that step (from 0) of a run."""
     from util.run.train.loop import TrainLoop
 
-    begin_step = TrainLoop.begin_step
+    set_rates = TrainLoop.set_rates
 
     def install(number, happen):
         def step(loop, now):
             if now == number:
-                monkeypatch.setattr(TrainLoop, "begin_step", begin_step)
+                monkeypatch.setattr(TrainLoop, "set_rates", set_rates)
                 happen()
-            begin_step(loop, now)
+            set_rates(loop, now)
 
-        monkeypatch.setattr(TrainLoop, "begin_step", step)
+        monkeypatch.setattr(TrainLoop, "set_rates", step)
 
     return install

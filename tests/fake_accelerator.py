@@ -21,14 +21,14 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from downstream.common import train_iterations
-from downstream.probe.engine_probe import Probes, update_heads
+import engine_pretrain
+from downstream.probe.engine_probe import Probes, train_one_epoch
 from downstream.probe.models import FrozenEncoder
 from downstream.segmentation import engine_segmentation
 from downstream.segmentation.models import UPerNet
 from engine_finetune import BatchAugmentation
 from models_vit import MICRO, VisionTransformer
-from tests.loops import CLASSIFIERS, a_driver, batches_of, make
+from tests.loops import CLASSIFIERS, a_driver, batches_of, make, update_with_part
 from util.data.transforms import Normalize
 from util.evaluate.loop import EvalContext
 from util.run.processes.distributed import precision
@@ -148,13 +148,14 @@ def training(name):
     """Returns (weights, optimizer, function that makes a step) of a training loop, in bf16 with clipping."""
     train = None
     if name == "UPerNet":
-        losses = partial(engine_segmentation.losses_of_batch, mean_over_valid=False)
-        train = partial(train_iterations, compute_losses=losses)
+        train = partial(engine_segmentation.train_one_epoch, mean_over_valid=False)
         model = UPerNet(num_classes=5, channels=8, **SMALL)
         batches = [(torch.zeros(2, 3, 64, 64).byte(), torch.zeros(2, 64, 64).byte())] * 4
     else:
         model = make(name)
         batches = list(batches_of(name, model, 0, 4))
+        if name not in CLASSIFIERS:
+            train = partial(engine_pretrain.train_one_epoch, update=update_with_part)
     model.to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=True)
     options = dict(accum_iter=2, clip_grad=1.0, print_freq=1000, augment=augmentation_of(name))
@@ -177,7 +178,11 @@ def probing():
     optimizer = torch.optim.AdamW(groups, fused=True)
     context = EvalContext(Normalize().to(device), precision("bf16", device).autocast, batch_size=4, num_workers=0)
     batches = iter(list(batches_of("ViT", network, 0, 4)))
-    return heads.parameters(), optimizer, lambda step: update_heads(heads, optimizer, encoder, batches, 2, context)
+
+    def make_step(step):
+        train_one_epoch(heads, batches, range(step, step + 1), 1000, optimizer, 2, encoder, context, print)
+
+    return heads.parameters(), optimizer, make_step
 
 
 def check(name):

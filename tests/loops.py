@@ -10,6 +10,7 @@ import engine_pretrain
 from encoders.models_swin import swin_micro_patch4_window4
 from models_vit import vit_micro_patch4
 from tests.test_framework_contract import build
+from util.collectives import rank_and_world_size
 from util.data.transforms import Normalize
 from util.run.processes.distributed import Process
 from util.run.processes.supervise import Watchdog
@@ -72,10 +73,10 @@ class Driver:
         scaled_loss = loop.scaled_loss
         accum_iter = loop.accum_iter
 
-        def stop(losses, number):
-            if number == micro:
+        def stop(losses):
+            if loop.num_micro == micro + 1:
                 raise Found(losses)
-            return scaled_loss(losses, number)
+            return scaled_loss(losses)
 
         loop.scaled_loss = stop
         loop.accum_iter = micro + 1
@@ -98,7 +99,7 @@ def a_run(device="cpu", precision_name="fp32", accum_iter=1, clip_grad=None, see
     return Namespace(
         args=Namespace(clip_grad=clip_grad, seed=seed, print_freq=print_freq, max_steps=None),
         plan=Namespace(precision=precision_name, total_batch_size=8, accum_iter=accum_iter),
-        process=Process(torch.device(device)),
+        process=Process(torch.device(device), *rank_and_world_size()),
         watchdog=Watchdog(600, 600),
     )
 
@@ -114,6 +115,12 @@ def a_driver(model, optimizer, learning_rate, precision_name="fp32", device="cpu
     if augment is None:
         return Driver(engine_pretrain.train_one_epoch, model, loop)
     return Driver(engine_finetune.train_one_epoch, model, loop, augment)
+
+
+def update_with_part(loop):
+    """A newcomer's update of pre-training: it logs one more value, which is computed before the clipping."""
+    part_norm = loop.total_norm(loop.parameters[:3])
+    return {**engine_pretrain.update(loop), "part_norm": part_norm}
 
 
 CLASSIFIERS = {"ViT": vit_micro_patch4, "Swin": swin_micro_patch4_window4}

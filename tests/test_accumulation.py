@@ -1,10 +1,13 @@
 """A step of several micro-batches reduces its gradients over the processes once, after the last."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from engine_pretrain import train_one_epoch
 from tests.loops import a_driver, batches_of, make
 from tests.two_processes import run_in_two_processes
 
@@ -33,11 +36,11 @@ def _step(rank, accum_iter):
     driver = a_driver(wrapped, optimizer, lambda step, lr_scale=1.0: 1e-3, accum_iter=accum_iter)
     gradients = []
 
-    def update_weights():
-        gradients.extend(p.grad.clone() for p in model.parameters() if p.requires_grad)
-        return torch.zeros(())
+    def keep_gradients(loop):
+        gradients.extend(p.grad.clone() for p in loop.parameters)
+        return {"grad_norm": torch.zeros(())}
 
-    driver.loop.update_weights = update_weights
+    driver.train = partial(train_one_epoch, update=keep_gradients)
     buckets = CountBuckets()
     wrapped.register_comm_hook(None, buckets.hook)  # all gradients fit one bucket
     driver.step(micro_batches(model, rank, 8 // accum_iter), 0)

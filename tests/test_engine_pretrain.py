@@ -13,8 +13,9 @@ from tests.two_processes import run_in_two_processes
 from util import collectives
 from util.data.transforms import Normalize
 from util.run.processes import distributed, supervise
-from util.run.train import loop
+from util.run.processes.distributed import Process
 from util.run.train import meter as meter_module
+from util.run.train import step_reports
 from util.run.train.meter import Meter
 
 CPU = torch.device("cpu")
@@ -81,13 +82,14 @@ def skipped_of(engine):
 # ----------------------------------------------------------------------------------------------------- ordinary steps
 
 
-def test_every_micro_batch_of_every_rank_and_step_has_a_seed_of_its_own(monkeypatch):
+def test_every_micro_batch_of_every_rank_and_step_has_a_seed_of_its_own():
     seeds = set()
     for rank in range(3):
-        monkeypatch.setattr(loop, "rank_and_world_size", lambda rank=rank: (rank, 3))
+        training_loop = a_loop().loop
+        training_loop.process = Process(CPU, rank, world_size=3)
         for step in range(2):
             for micro in range(3):
-                a_loop().loop.seed_draws(step, micro)
+                training_loop.seed_draws(step, micro)
                 seeds.add(torch.initial_seed())
     assert len(seeds) == 18
 
@@ -148,11 +150,15 @@ def test_reports_are_means_of_all_steps_since_the_last():
 
 @pytest.mark.parametrize(("share", "said"), [(0.5, 1), (0.05, 0)])
 def test_waiting_for_data_is_said_once_and_not_of_the_first_report(share, said, monkeypatch):
-    monkeypatch.setattr(loop.Clock, "lap", lambda self, images: {"seconds_per_step": 1.0, "images_per_s": 8.0})
-    shares = {"data_share": share, "data_rank": 0, "host_share": 0.1, "host_rank": 0}
-    monkeypatch.setattr(loop.TrainLoop, "_shares", lambda self, sums: shares)
+    monkeypatch.setattr(meter_module.Clock, "lap", lambda self, images: {"seconds_per_step": 1.0, "images_per_s": 8.0})
+    shares = {"data": share, "host": 0.1}
+
+    def longest_share(self, name, seconds):
+        return {f"{name}_share": shares[name], f"{name}_rank": 0}
+
+    monkeypatch.setattr(step_reports.StepReports, "_longest_share", longest_share)
     engine = a_loop()
-    engine.loop.data_hint = "buy a disk"
+    engine.loop.reports.data_hint = "buy a disk"
     engine.steps(range(2), stream(2))
     assert engine.loop.log.lines == []
     engine.steps(range(2, 8), stream(6))
@@ -288,7 +294,7 @@ def test_many_skips_in_all_do_not_wear_the_guard_out(name):
 
 
 def test_losing_every_step_ends_the_run_with_good_weights(monkeypatch):
-    monkeypatch.setattr(loop, "MAX_BAD_STEPS", 4)
+    monkeypatch.setattr(step_reports, "MAX_BAD_STEPS", 4)
     engine = a_loop()
     spoil(engine, range(4, 20))
     with pytest.raises(FloatingPointError, match="last 4 steps before step 8, .* lower the learning rate"):
@@ -327,23 +333,38 @@ def test_fp16_scales_and_backs_off():
 # -------------------------------------------------------------------------------------------------------- the meter
 
 
-def a_meter(*values):
+def step_of(**values):
+    return {name: torch.tensor(value) for name, value in values.items()}
+
+
+def a_meter(*losses):
     meter = Meter(CPU)
-    for value in values:
-        meter.add({"a": torch.tensor(value)}, torch.tensor(3.0))
+    for loss in losses:
+        meter.add(step_of(a=loss, grad_norm=3.0))
     return meter
 
 
 def test_meter_survives_a_checkpoint():
     meter = a_meter(1.0, 2.0)
     meter.since_report.zero_()
-    meter.add({"a": torch.tensor(6.0)}, torch.tensor(3.0))
+    meter.add(step_of(a=6.0, grad_norm=3.0))
     other = Meter(CPU)
     other.load_state_dict(meter.state_dict())
     for sums, mean in ((other.since_report, 6.0), (other.since_epoch, 3.0)):
-        means, num_skipped = other.means(sums.tolist())
-        assert means == {"a": mean, "grad_norm": 3.0}
-        assert num_skipped == 0
+        assert other.means(sums) == {"a": mean, "grad_norm": 3.0}
+        assert other.num_skipped(sums) == 0
+
+
+def test_a_run_that_is_resumed_with_other_values_averages_each_over_its_own_steps():
+    """Before: 2 and a step that was not finite. After: 4, with a value more in place of one that is gone."""
+    meter = Meter(CPU)
+    meter.add(step_of(a=2.0, gone=1.0, grad_norm=3.0))
+    meter.add(step_of(a=1.0, gone=1.0, grad_norm=float("nan")))
+    other = Meter(CPU)
+    other.load_state_dict(meter.state_dict())
+    other.add(step_of(a=4.0, grad_norm=3.0, new=7.0))
+    assert other.means(other.since_report) == {"a": 3.0, "grad_norm": 3.0, "new": 7.0}
+    assert other.num_skipped(other.since_report) == 1
 
 
 @pytest.mark.parametrize(("world_size", "loss"), [(2, 6.0), (3, 4.0)])
@@ -354,9 +375,7 @@ def test_a_rank_continues_its_own_sums_and_the_mean_in_another_world_size(world_
     state["sums"] = torch.cat([state["sums"], second.state_dict()["sums"]])
     monkeypatch.setattr(meter_module, "rank_and_world_size", lambda: (1, world_size))
     first.load_state_dict(state)
-    sums = first.since_report / world_size
-    means, _ = first.means(sums.tolist())
-    assert means["a"] == loss
+    assert first.means(first.since_report)["a"] == loss
 
 
 # ------------------------------------------------------------------------------------------------------ two processes
@@ -403,9 +422,9 @@ class Counts:
 def _reports_of(rank):
     """Two reports of two steps. Also returns what the ranks exchange: in steps, and in the report after them."""
     engine = a_loop()
-    engine.loop.at_report += [Counts(rank + 1.0), Counts(10.0 * (rank + 1))]
-    engine.loop.hosts = ("node1", "node2")
-    engine.loop.data_hint = "buy a disk"
+    engine.loop.reports.at_report += [Counts(rank + 1.0), Counts(10.0 * (rank + 1))]
+    engine.loop.reports.hosts = ["node1", "node2"]
+    engine.loop.reports.data_hint = "buy a disk"
     lines = []
     engine.loop.log.report = lambda step, scalars, line, *_: lines.append((scalars, line))
     calls = []
@@ -430,16 +449,18 @@ def _reports_of(rank):
         engine.step(batches, step)
     return {
         "calls": calls,
-        "seen": [counts.seen for counts in engine.loop.at_report],
+        "seen": [counts.seen for counts in engine.loop.reports.at_report],
         "lines": lines,
         "log": engine.loop.log.lines,
     }
 
 
-def test_a_report_is_one_all_reduce_and_names_the_rank_that_waits_longest_for_data():
+def test_a_report_is_one_exchange_and_names_the_rank_that_waits_longest_for_data():
     first, second = run_in_two_processes(_reports_of)
     for found in (first, second):
-        assert found["calls"] == ["all_reduce"] * 6  # one of each step, and one of each report
+        step = ["all_reduce"]  # of the flags of a signal
+        report = ["all_gather_object"]
+        assert found["calls"] == [*step, *report, *step, *step, *report, *step]
         assert found["seen"] == [[3.0, 3.0], [30.0, 30.0]]
         scalars, line = found["lines"][1]
         assert scalars["data_share"] == pytest.approx(0.5, abs=0.05)

@@ -241,13 +241,13 @@ LOCAL = ["--cluster", "local", "--gpus_per_node", "0"]
 # Appended to loop.py: step 13 waits for a file, so that the run is not over before the signal comes.
 HOLD = """
 
-def _hold(loop, step, begin_step=TrainLoop.begin_step):
+def _hold(loop, step, set_rates=TrainLoop.set_rates):
     import os, time
     while step == 12 and not os.path.exists({gate!r}):
         time.sleep(0.1)
-    begin_step(loop, step)
+    set_rates(loop, step)
 
-TrainLoop.begin_step = _hold
+TrainLoop.set_rates = _hold
 """
 
 

@@ -45,12 +45,42 @@ def split_targets(batch: DetectionBatch) -> tuple[list[Size], list[dict[str, Ten
     return sizes, targets
 
 
-def detection_losses(model: nn.Module, batch: DetectionBatch, loop: TrainLoop) -> dict[str, Tensor]:
-    """Returns the losses of a micro-batch. model: `model(imgs, sizes, targets) -> {name: loss}`."""
+def forward_backward(model: nn.Module, batch: DetectionBatch, micro: int, loop: TrainLoop) -> None:
+    """Computes the losses of micro-batch number `micro` of a step, and adds its share of the gradient."""
     sizes, targets = split_targets(batch)
-    with loop.autocast():
-        imgs = pad_with_zeros(loop.normalize(batch[0]), sizes)
-        return model(imgs, sizes, targets)
+    with loop.no_sync_before_last(model, micro):
+        with loop.autocast():
+            imgs = pad_with_zeros(loop.normalize(batch[0]), sizes)
+            losses = model(imgs, sizes, targets)
+        loop.scaled_loss(losses).backward()
+
+
+def update(loop: TrainLoop) -> dict[str, Tensor]:
+    """Steps the optimizer unless the gradient is not finite. Returns scalars that are averaged and logged, too."""
+    loop.scaler.unscale_(loop.optimizer)
+    values = {"grad_norm": loop.total_norm(loop.parameters)}
+    if loop.clip_grad is not None:
+        nn.utils.clip_grads_with_norm_(loop.parameters, loop.clip_grad, values["grad_norm"])
+    loop.step_if_finite(values["grad_norm"])
+    return values
+
+
+def train_one_epoch(model: nn.Module, batches: Iterator[DetectionBatch], steps: range, loop: TrainLoop) -> None:
+    """Makes the optimizer steps `steps`. A signal ends them earlier.
+
+    model: `model(imgs, sizes, targets) -> {name: loss}`. batches: `loop.accum_iter` per step, from `steps.start` on.
+    """
+    model.train()
+    for step in steps:
+        loop.set_rates(step)
+        for micro in range(loop.accum_iter):
+            batch = loop.next_batch(batches, micro)
+            forward_backward(model, batch, micro, loop)
+        values = update(loop)
+        loop.zero_grad()
+        loop.log_step(values)  # with the losses, every `print_freq` steps
+        if loop.should_stop():  # all ranks have agreed
+            return
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation

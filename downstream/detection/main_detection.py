@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from downstream import common
 from downstream.common import StepDecay, schedule_by_iterations
 from downstream.detection.data import CocoImages, LargeScaleJitter, PadAndStack
-from downstream.detection.engine_detection import detection_losses, evaluate
+from downstream.detection.engine_detection import evaluate, train_one_epoch
 from downstream.detection.masks import coco_masks
 from downstream.detection.models import build_detector
 from downstream.detection.pictures import draw_sample
@@ -242,9 +242,8 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
 
         evaluate_val = partial(evaluate, model, val_images, val_masks, args.num_pictures)
         evaluator = Evaluator(training, evaluate_val, describe_scores, picture_name=PICTURE)
-        train_steps = partial(common.train_iterations, compute_losses=detection_losses)
         draw = partial(draw_sample, names=[name for _, name in images.categories])
-        return training.train(train_steps, loader.open, [evaluator], lambda: evaluator.summary(name), draw)
+        return training.train(train_one_epoch, loader.open, [evaluator], lambda: evaluator.summary(name), draw)
 
 
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 import argparse
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -117,31 +118,58 @@ def encode(
         return encoder(context.normalize(imgs)), labels
 
 
-def update_heads(
+def forward_backward(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    encoder: FrozenEncoder,
-    stream: Iterator[Any],
+    batch: Sequence[Tensor],
+    is_last: bool,
     accum_iter: int,
+    encoder: FrozenEncoder,
     context: EvalContext,
 ) -> Tensor:
-    """Makes an optimizer step of all heads. Returns their mean loss in its last micro-batch.
+    """Adds a micro-batch's share of the gradient of all heads. Returns their mean loss.
 
-    model: Probes, as they are or in DDP. stream: of micro-batches.
+    is_last: of a step; only then the gradients are all-reduced.
     """
-    for micro in range(accum_iter):
-        tokens, labels = encode(encoder, next(stream), context)
-        if isinstance(model, DistributedDataParallel):
-            model.require_backward_grad_sync = micro == accum_iter - 1
-        losses = []
-        for logits in model(tokens).values():  # [G, B, C]
-            labels_of_heads = labels.repeat(len(logits))
-            losses.append(F.cross_entropy(logits.flatten(0, 1), labels_of_heads))
-        loss_of_grids = torch.stack(losses)
-        (loss_of_grids.sum() / accum_iter).backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    tokens, labels = encode(encoder, batch, context)
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = is_last
+    losses = []
+    for logits in model(tokens).values():  # [G, B, C]
+        labels_of_heads = labels.repeat(len(logits))
+        losses.append(F.cross_entropy(logits.flatten(0, 1), labels_of_heads))
+    loss_of_grids = torch.stack(losses)
+    (loss_of_grids.sum() / accum_iter).backward()
     return loss_of_grids.detach().mean()
+
+
+def train_one_epoch(
+    model: nn.Module,
+    batches: Iterator[Any],
+    steps: range,
+    num_steps: int,
+    optimizer: torch.optim.Optimizer,
+    accum_iter: int,
+    encoder: FrozenEncoder,
+    context: EvalContext,
+    log: Callable[[str], None],
+) -> None:
+    """Makes the optimizer steps `steps`, of `num_steps` in all, of all heads on the same augmented images.
+
+    model: Probes, as they are or in DDP. batches: micro-batches, `accum_iter` per step.
+    """
+    begin = time.monotonic()
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = group["base_lr"] * rate_at(step, num_steps)
+        for micro in range(accum_iter):
+            batch = next(batches)
+            loss = forward_backward(model, batch, micro == accum_iter - 1, accum_iter, encoder, context)
+        optimizer.step()  # none is skipped: a head that diverges does not disturb the others
+        optimizer.zero_grad(set_to_none=True)
+        if (step + 1) % max(1, num_steps // 20) == 0:
+            seconds_per_step = (time.monotonic() - begin) / (step + 1)
+            eta = duration((num_steps - step - 1) * seconds_per_step)
+            log(f"step {step + 1}/{num_steps}: mean loss of all heads {loss.item():.4f}, eta {eta}")
 
 
 class Probing:
@@ -249,10 +277,7 @@ class Probing:
         return {"chosen": chosen, "held_out": held_out}
 
     def train_heads(self, probes: Probes) -> None:
-        """Trains all heads at once on the same augmented images.
-
-        A head that diverges does not disturb the others: no step is skipped. So this is no `Run`.
-        """
+        """Trains all heads. Since no step is skipped, this is no `Run`."""
         args = self.args
         model: nn.Module = probes
         if self.session.process.world_size > 1:
@@ -261,20 +286,21 @@ class Probing:
         for grid in probes.grids.values():
             groups += grid.parameter_groups(args.total_batch_size / 256)
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
-        stream = self.training_batches()
         epochs = args.steps * args.total_batch_size / len(self.training)
         self.session.print(f"heads: {args.steps} steps of {args.total_batch_size} images, {epochs:,.1f} epochs")
-        begin = time.monotonic()
-        for step in range(args.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = group["base_lr"] * rate_at(step, args.steps)
-            loss = update_heads(model, optimizer, self.encoder, stream, self.accum_iter, self.context)
-            if (step + 1) % max(1, args.steps // 20) == 0:
-                progress = f"step {step + 1}/{args.steps}: mean loss of all heads {loss.item():.4f}"
-                seconds_per_step = (time.monotonic() - begin) / (step + 1)
-                eta = duration((args.steps - step - 1) * seconds_per_step)
-                self.session.print(f"{progress}, eta {eta}")
-        stream.close()
+        steps = range(args.steps)
+        with closing(self.training_batches()) as batches:
+            train_one_epoch(
+                model,
+                batches,
+                steps,
+                args.steps,
+                optimizer,
+                self.accum_iter,
+                self.encoder,
+                self.context,
+                self.session.print,
+            )
 
     def training_batches(self) -> Any:
         """Returns this rank's batches of all steps: augmented images of the nine tenths. `close()` ends the workers."""

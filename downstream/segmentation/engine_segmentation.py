@@ -73,17 +73,47 @@ def segmentation_losses(logits: Mapping[str, Tensor], labels: Tensor, mean_over_
     return losses
 
 
-def losses_of_batch(
-    model: nn.Module, batch: Sequence[Tensor], loop: TrainLoop, mean_over_valid: bool
-) -> dict[str, Tensor]:
-    """Returns the losses of a micro-batch (imgs [B, C, H, W] as stored, labels uint8 [B, H, W]).
-
-    model: `model(imgs) -> {name: logits}`.
-    """
+def forward_backward(
+    model: nn.Module, batch: Sequence[Tensor], micro: int, loop: TrainLoop, mean_over_valid: bool
+) -> None:
+    """Computes the losses of micro-batch number `micro` of a step, and adds its share of the gradient."""
     imgs, labels = batch
-    with loop.autocast():
-        logits = model(loop.normalize(imgs))
-    return segmentation_losses(logits, labels, mean_over_valid)
+    with loop.no_sync_before_last(model, micro):
+        with loop.autocast():
+            logits = model(loop.normalize(imgs))
+        losses = segmentation_losses(logits, labels, mean_over_valid)
+        loop.scaled_loss(losses).backward()
+
+
+def update(loop: TrainLoop) -> dict[str, Tensor]:
+    """Steps the optimizer unless the gradient is not finite. Returns scalars that are averaged and logged, too."""
+    loop.scaler.unscale_(loop.optimizer)
+    values = {"grad_norm": loop.total_norm(loop.parameters)}
+    if loop.clip_grad is not None:
+        nn.utils.clip_grads_with_norm_(loop.parameters, loop.clip_grad, values["grad_norm"])
+    loop.step_if_finite(values["grad_norm"])
+    return values
+
+
+def train_one_epoch(
+    model: nn.Module, batches: Iterator[Sequence[Tensor]], steps: range, loop: TrainLoop, mean_over_valid: bool
+) -> None:
+    """Makes the optimizer steps `steps`. A signal ends them earlier.
+
+    model: `model(imgs) -> {name: logits}`. batches: (imgs [B, C, H, W] as stored, labels uint8 [B, H, W]),
+    `loop.accum_iter` per step, from `steps.start` on. mean_over_valid: see `segmentation_losses`.
+    """
+    model.train()
+    for step in steps:
+        loop.set_rates(step)
+        for micro in range(loop.accum_iter):
+            batch = loop.next_batch(batches, micro)
+            forward_backward(model, batch, micro, loop, mean_over_valid)
+        values = update(loop)
+        loop.zero_grad()
+        loop.log_step(values)  # with the losses, every `print_freq` steps
+        if loop.should_stop():  # all ranks have agreed
+            return
 
 
 # -------------------------------------------------------------------------------------------------------- inference

@@ -36,8 +36,8 @@ from downstream.segmentation.engine_segmentation import (
     SlidingWindows,
     draw_labels,
     evaluate,
-    losses_of_batch,
     read_classes,
+    train_one_epoch,
 )
 from downstream.segmentation.models import HEADS, Segmenter, build_segmenter
 from encoders.load import load_encoder
@@ -295,8 +295,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         windows = SlidingWindows(args.image_scale, args.stride, args.window_weights)
         evaluate_val = partial(evaluate, model, val_images, classes, windows, args.num_pictures)
         evaluator = Evaluator(training, evaluate_val, describe_scores, picture_name=PICTURE)
-        compute_losses = partial(losses_of_batch, mean_over_valid=args.mean_over_valid)
-        train_steps = partial(common.train_iterations, compute_losses=compute_losses)
+        train_steps = partial(train_one_epoch, mean_over_valid=args.mean_over_valid)
         draw = partial(draw_labels, classes=classes)
         return training.train(train_steps, loader.open, [evaluator], lambda: evaluator.summary(name), draw)
 

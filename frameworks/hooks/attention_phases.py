@@ -245,7 +245,7 @@ class AttentionPhases:
         # Groups of --repeat_aug end with the phase: all crops of an image are drawn with the same maps.
         epochs = range(first_epoch, last_epoch + 1)
         self.batches = replace(self.loader, collate=collator, epochs=epochs).open(steps)
-        loop.num_reports = 0  # the next report includes the start of the workers, as a run's first one does
+        loop.reports.num_written = 0  # the next report includes the start of the workers, as a run's first one does
 
         covered = f"epoch {epoch}"
         if last_epoch > epoch:

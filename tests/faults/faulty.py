@@ -95,7 +95,7 @@ class Fault:
             own = Path(f"{self.marker}.{os.environ['RANK']}")
             own.mkdir()
             os.chdir(own)
-        TrainLoop.begin_step = self.faulty_step(TrainLoop.begin_step)
+        TrainLoop.set_rates = self.faulty_step(TrainLoop.set_rates)
         TrainLoop.seed_draws = self.faulty_seed(TrainLoop.seed_draws)
         TrainLoop.scaled_loss = self.faulty_loss(TrainLoop.scaled_loss)
         TrainLoop.stop_if_asked = self.faulty_question(TrainLoop.stop_if_asked)
@@ -106,13 +106,13 @@ class Fault:
         if self.name == "hang-worker":
             EncodedImages.load = self.faulty_load(EncodedImages.load)
 
-    def faulty_step(self, begin_step):
+    def faulty_step(self, set_rates):
         def step(loop, number):
             if self.name in AT_STEP and self.strikes(number):
                 AT_STEP[self.name]()
             if self.name == "hold" and self.strikes(number):
                 hold(loop)
-            return begin_step(loop, number)
+            return set_rates(loop, number)
 
         return step
 
@@ -125,10 +125,10 @@ class Fault:
         return seed
 
     def faulty_loss(self, scaled_loss):
-        def loss(loop, losses, micro):
+        def loss(loop, losses):
             if self.name.startswith("nan") and self.strikes(loop.step):
                 losses = {name: value * torch.nan for name, value in losses.items()}
-            return scaled_loss(loop, losses, micro)
+            return scaled_loss(loop, losses)
 
         return loss
 

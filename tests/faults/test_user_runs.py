@@ -164,12 +164,12 @@ sys.path.insert(0, {root!r})
 import main_pretrain
 from util.run.train.loop import TrainLoop
 from util.run.cli import run_program
-step = TrainLoop.begin_step
+step = TrainLoop.set_rates
 def stopping(loop, number):
     if number == 2:
         os.kill(os.getpid(), getattr(signal, {name!r}))
     return step(loop, number)
-TrainLoop.begin_step = stopping
+TrainLoop.set_rates = stopping
 sys.argv[1:] = {argv!r}
 run_program(main_pretrain.main, "main_pretrain.py")
 """

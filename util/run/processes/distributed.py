@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -268,10 +269,7 @@ def precision(name: str, device: torch.device) -> Precision:
     if name == "auto":
         name = best_precision(device)
     dtype = PRECISIONS[name]
-
-    def autocast() -> AbstractContextManager:
-        return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
-
+    autocast = partial(torch.autocast, device.type, dtype=dtype, enabled=dtype is not None)
     return Precision(name, autocast, torch.amp.GradScaler(device.type, enabled=name == "fp16"))
 
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from util.collectives import all_reduce_sum
 from util.data.workers import SIGNALS, expect_signal, note_signal
 from util.run.cli import TEMPORARY
 
@@ -36,14 +37,10 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Context manager that handles signals. Every rank calls `agreed` once per step, and then `wait` or `finish`.
+    """Context manager that handles signals. Every rank calls `agreed` once per step, and in the end `wait` or `finish`.
 
     Further signals change nothing: SLURM sends TERM twice, and a second one must not end the save. Only SIGQUIT, which
     is not handled, ends the process at once.
-
-    num_asked = all_reduce_sum(stop.flag())
-    ...
-    if stop.agreed(num_asked): ...  # save, and end
 
     The host waits for the flags of the previous step only, so a GPU always has work queued.
     """
@@ -81,17 +78,11 @@ class StopSignal:
         with suppress(OSError):
             os.write(2, text.encode())  # `print` may be what the signal has interrupted
 
-    def flag(self) -> torch.Tensor:
-        """Returns whether this process is asked to stop, 1 or 0, as a tensor [1] on the device."""
-        return torch.full((1,), float(self.name is not None), device=self.device)
-
-    def agreed(self, num_asked: torch.Tensor) -> bool:
-        """Whether to stop after this step. All ranks get the same answer, one step after the first one's signal.
-
-        num_asked: the sum of all ranks' flags, [1] on the device.
-        """
+    def agreed(self) -> bool:
+        """Whether to stop after this step. All ranks get the same answer, one step after the first one's signal."""
         if not dist.is_initialized() and self.device.type != "cuda":
             return self.name is not None
+        num_asked = all_reduce_sum(torch.full((1,), float(self.name is not None), device=self.device))
         stop = self.wait()  # on a single GPU, too: so the host never runs far ahead, and its waits are measured
         self.pending = self._start_copy(num_asked)
         return stop

@@ -71,7 +71,7 @@ class RunLog:
         self.text.flush()
 
     def advance(self) -> None:
-        if self.enabled:
+        if self.enabled and not self.bar.disable:
             with redirect_if_broken(sys.stderr):
                 if self.steps_per_epoch:
                     self.bar.set_description_str(f"epoch {self.bar.n // self.steps_per_epoch}", refresh=False)

@@ -3,79 +3,84 @@
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from util.collectives import all_reduce_sum, rank_and_world_size
 from util.costs import device_name
-from util.run.processes.supervise import StopSignal
 
 
 class Meter:
-    """Sums on the device over the finite steps, since the last report and since the epoch began.
-
-    Both are [names + 2]: the sum of each loss and of the gradient norm, the number of finite steps, and of all steps.
-    """
+    """Sums of scalars on the device over the finite steps, by name: since the last report and since the epoch began."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         self.names: list[str] = []  # known from the first step on
-        self.since_report = torch.zeros(0, device=device)
-        self.since_epoch = torch.zeros(0, device=device)
+        # [2, 3, names]: the two sums of each value, the number of finite steps in them, and of all steps.
+        self.sums = torch.zeros(2, 3, 0, device=device)
         self.bad_streak = torch.zeros((), device=device)  # non-finite steps in a row
 
-    def add(self, losses: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> None:
-        """Adds the scalar losses and the gradient norm of one step."""
-        if not self.names:
-            self._start([*losses, "grad_norm"])
-        finite = torch.isfinite(grad_norm)
-        one = torch.ones_like(grad_norm)
-        values = torch.where(finite, torch.stack([*losses.values(), grad_norm, one]), 0.0)
-        for sums in (self.since_report, self.since_epoch):
-            sums[:-1] += values
-            sums[-1] += 1
-        self.bad_streak = torch.where(finite, 0.0, self.bad_streak + 1)
+    @property
+    def since_report(self) -> torch.Tensor:
+        return self.sums[0]
 
-    def means(self, sums: Sequence[float]) -> tuple[dict[str, float | None], int]:
-        """Returns (means over ranks and finite steps, number of skipped steps).
+    @property
+    def since_epoch(self) -> torch.Tensor:
+        return self.sums[1]
 
-        sums: `since_report` or `since_epoch`, averaged over the ranks. A mean is None if no step was finite, or if its
-        sum is not.
-        """
-        *totals, finite, steps = sums
-        means: dict[str, float | None] = {}
-        for name, total in zip(self.names, totals, strict=True):
-            means[name] = None
-            if finite > 0 and math.isfinite(total):
-                means[name] = total / finite
-        return means, round(steps - finite)
+    def add(self, scalars: Mapping[str, torch.Tensor]) -> None:
+        """Adds the scalars of one step, which is finite if "grad_norm" among them is."""
+        if list(scalars) != self.names:
+            self._rearrange(list(scalars))
+        is_finite = torch.isfinite(scalars["grad_norm"])
+        values = torch.where(is_finite, torch.stack(list(scalars.values())), 0.0)
+        self.sums += torch.stack([values, is_finite.to(values).expand_as(values), torch.ones_like(values)])
+        self.bad_streak = torch.where(is_finite, 0.0, self.bad_streak + 1)
 
-    def _start(self, names: list[str]) -> None:
+    def _rearrange(self, names: list[str]) -> None:
+        """Gives each name a place. Sums of a new one begin at zero, as when a run is resumed with a value more."""
+        sums = self.sums.new_zeros(2, 3, len(names))
+        for place, name in enumerate(names):
+            if name in self.names:
+                sums[..., place] = self.sums[..., self.names.index(name)]
         self.names = names
-        self.since_report = torch.zeros(len(names) + 2, device=self.device)
-        self.since_epoch = torch.zeros(len(names) + 2, device=self.device)
+        self.sums = sums
+
+    def means(self, sums: torch.Tensor) -> dict[str, float | None]:
+        """Returns the means over ranks and finite steps. One is None if no step was finite, or if its sum is not.
+
+        sums: `since_report` or `since_epoch`, averaged over the ranks.
+        """
+        means: dict[str, float | None] = {}
+        for name, total, num_finite in zip(self.names, *sums[:2].tolist(), strict=True):
+            means[name] = None
+            if num_finite > 0 and math.isfinite(total):
+                means[name] = total / num_finite
+        return means
+
+    def num_skipped(self, sums: torch.Tensor) -> int:
+        """Returns the number of steps that were not finite. sums: as of `means`."""
+        _, num_finite, num_steps = sums[:, self.names.index("grad_norm")].tolist()
+        return round(num_steps - num_finite)
 
     def state_dict(self) -> dict[str, Any]:
         """All ranks must call it, because each has its own sums."""
         rank, world_size = rank_and_world_size()
-        own_sums = torch.stack([self.since_report, self.since_epoch])
-        sums = own_sums.new_zeros(world_size, *own_sums.shape)
-        sums[rank] = own_sums
+        sums = self.sums.new_zeros(world_size, *self.sums.shape)
+        sums[rank] = self.sums
         return {"names": self.names, "sums": all_reduce_sum(sums).cpu(), "bad_streak": self.bad_streak.cpu()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the sums; if the world size has changed, each rank gets the mean."""
         rank, world_size = rank_and_world_size()
-        self._start(state["names"])
         sums = state["sums"]  # of each rank
         if len(sums) == world_size:
             own_sums = sums[rank]
         else:
             own_sums = sums.mean(dim=0)
-        self.since_report.copy_(own_sums[0])
-        self.since_epoch.copy_(own_sums[1])
+        self.names = state["names"]
+        self.sums = own_sums.to(self.sums.device)
         self.bad_streak.copy_(state["bad_streak"])
 
 
@@ -90,20 +95,6 @@ class Clock:
         self.data_seconds = 0.0
         self.device_seconds = 0.0
         self.num_steps = 0
-
-    def next(self, batches: Iterator[Any]) -> Any:
-        """Returns `next(batches)` and counts the time it took."""
-        before = time.perf_counter()
-        batch = next(batches)
-        self.data_seconds += time.perf_counter() - before
-        return batch
-
-    def agreed(self, stop: StopSignal, num_asked: torch.Tensor) -> bool:
-        """Returns `stop.agreed(num_asked)`, which waits for the device, and counts the time it took."""
-        before = time.perf_counter()
-        is_agreed = stop.agreed(num_asked)
-        self.device_seconds += time.perf_counter() - before
-        return is_agreed
 
     @property
     def seconds(self) -> float:

@@ -1,8 +1,8 @@
 """The step of a pre-training as CUDA graphs: the host launches two graphs instead of some 1,400 kernels.
 
 A graph repeats the kernels that were captured, on the same memory. So batches are copied into tensors that stay, the
-flag of a signal and the learning rates are tensors that are filled before each replay, and gradients stay where the
-first backward pass has put them, which overwrites them. What Python decides in a step is decided once, at the capture.
+learning rates are tensors that are filled before each replay, and gradients stay where the first backward pass has put
+them, which overwrites them. What Python decides in a step is decided once, at the capture.
 A replay reads the state of the random generator: seeds hold.
 """
 
@@ -14,70 +14,68 @@ import torch
 WARM_UP = 3  # steps of a start before the capture; they compile, choose kernels and make the optimizer's state
 
 ForwardBackward = Callable[..., None]  # (model, batch, micro, loop): computes the gradient of a micro-batch
+Update = Callable[[Any], dict[str, torch.Tensor]]  # (loop): steps the optimizer, and returns values to log
 Replay = Callable[[], None]
-Update = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # flag -> (norm of the gradient, sum of the flags)
 
 
 class StepGraphs:
-    """Captures the passes and the update of a step after some steps, and replays them from then on.
+    """Captures an engine's `forward_backward` and `update` after some steps, and replays them from then on.
 
     Everything else of a step, such as sums for reports, is computed as without graphs.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(
+        self,
+        forward_backward: ForwardBackward,
+        update: Update,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+    ) -> None:
         """Makes the rates of the optimizer tensors, and one stream for all that this process computes from now on."""
+        self.compute = forward_backward
+        self.update_weights = update
         self.optimizer = optimizer
         self.num_steps = 0  # of this start
+        self.are_replayed = False
         self.batch: list[Any] = []
         self.losses: dict[str, torch.Tensor] = {}
-        self.flag = torch.zeros(1, device=device)
+        self.values: dict[str, torch.Tensor] = {}  # what the update returns
         # By whether the pass is the first of its step: the others add to its gradients.
         self.passes: dict[bool, Replay] = {}
         self.replay_update: Replay | None = None
-        self.updated: tuple[torch.Tensor, torch.Tensor] | None = None  # what the update returns
         self.capture = make_capture(device)
         for group in optimizer.param_groups:
             group["lr"] = torch.tensor(float(group["lr"]), device=device)
 
-    @property
-    def is_warm(self) -> bool:
-        """Whether passes and updates are replayed."""
-        return self.num_steps >= WARM_UP
-
-    def run_pass(
-        self, compute: ForwardBackward, model: torch.nn.Module, batch: list[Any], micro: int, loop: Any
-    ) -> None:
-        """Calls or replays `compute(model, batch, micro, loop)`. Batches have the same shapes."""
-        if not self.is_warm:
-            compute(model, batch, micro, loop)
+    def forward_backward(self, model: torch.nn.Module, batch: list[Any], micro: int, loop: Any) -> None:
+        """Calls or replays the engine's. Batches have the same shapes."""
+        if self.num_steps < WARM_UP:
+            self.compute(model, batch, micro, loop)
             return
         self._keep(batch)
         is_first = micro == 0
         if is_first not in self.passes:
-            self.passes[is_first] = self.capture(lambda: compute(model, list(self.batch), micro, loop))
+            self.passes[is_first] = self.capture(lambda: self.compute(model, list(self.batch), micro, loop))
             self.losses = loop.losses
         loop.losses = self.losses
         self.passes[is_first]()
 
-    def run_update(self, update: Update, flag: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Calls or replays `update(flag)`, and returns its results. Called, it is followed by a reset of gradients."""
+    def update(self, loop: Any) -> dict[str, torch.Tensor]:
+        """Calls or replays the engine's."""
         self.num_steps += 1
         if self.num_steps <= WARM_UP:
-            updated = update(flag)
-            self.optimizer.zero_grad(set_to_none=True)
-            return updated
-        self.flag.copy_(flag)
+            return self.update_weights(loop)
         if self.replay_update is None:
             for group in self.optimizer.param_groups:
                 group["capturable"] = True
 
             def run() -> None:
-                self.updated = update(self.flag)
+                self.values = self.update_weights(loop)
 
             self.replay_update = self.capture(run)
+            self.are_replayed = True
         self.replay_update()
-        assert self.updated is not None
-        return self.updated
+        return self.values
 
     def _keep(self, batch: Sequence[Any]) -> None:
         """Copies a batch into the tensors that the graphs read."""

@@ -111,7 +111,7 @@ class Training:
         )
         save = partial(self.saver.save, final=True)
         bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info, before_error=save)
-        self.loop.at_report += [bad_images, self.saver]
+        self.loop.reports.at_report += [bad_images, self.saver]
         self.profile = Profile(args.profile, last_step, process, self.log)
 
     def note(self, *notes: str) -> None:
@@ -211,6 +211,7 @@ class Training:
             all_done = self._run_due(between)
             while not loop.has_ended():
                 steps = self.profile.cut(self._steps_to_next_pause())
+                loop.clock.restart()  # set-up, saves and evaluations do not count
                 with self.profile.trace(steps), torch.autograd.set_detect_anomaly(self.args.detect_anomaly):
                     train_steps(self.wrapped, batches, steps, loop)
                 if loop.has_ended():
@@ -248,7 +249,6 @@ class Training:
                 work.perform()
             except Stopped:
                 return False
-            self.loop.clock.restart()  # it does not count as training
         return True
 
     def _steps_to_next_pause(self) -> range:

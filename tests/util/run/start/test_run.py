@@ -19,17 +19,17 @@ from util.run.train.loop import TrainLoop
 def test_work_between_steps_does_not_count_as_training_time(photos, tmp_path, monkeypatch):
     """Each step takes a second of the loop's clock, each evaluation an hour. Here they come inside an epoch, too."""
     now = [0.0]
-    begin_step = TrainLoop.begin_step
+    set_rates = TrainLoop.set_rates
 
     def step(training_loop, number):
-        begin_step(training_loop, number)
+        set_rates(training_loop, number)
         now[0] += 1
 
     def perform(monitor):
         now[0] += 3600
 
     monkeypatch.replace_in(meter, "time.perf_counter", lambda: now[0])
-    monkeypatch.setattr(TrainLoop, "begin_step", step)
+    monkeypatch.setattr(TrainLoop, "set_rates", step)
     monkeypatch.setattr(Monitor, "perform", perform)
     monkeypatch.setattr(Monitor, "is_due", lambda monitor: True)
     pretrain(photos, tmp_path, "--knn_every", 1, "--picture_every", 0, "--save_steps", 1)

@@ -50,7 +50,7 @@ def a_saver(folder, model=None, step=0, keep_every=1000, rank=0, world_size=1, *
         optimizer=torch.optim.AdamW(model.parameters()),
         precision=Namespace(scaler=torch.amp.GradScaler("cpu", enabled=False)),
     )
-    loop.meter.add({"a": torch.ones(())}, torch.ones(()))
+    loop.meter.add({"a": torch.ones(()), "grad_norm": torch.ones(())})
     process = Namespace(is_main=rank == 0, world_size=world_size)
     run = Namespace(output_dir=folder, process=process)
     schedule = Namespace(keep_every=keep_every, num_steps=100, steps_per_epoch=10, decay_step=None)
@@ -111,7 +111,7 @@ def test_a_checkpoint_is_of_one_step(tmp_path, gate):
             value += 1
         for moment in moments.values():
             moment["exp_avg"] += 1
-        saver.loop.meter.since_report += 1
+        saver.loop.meter.sums += 1
         gate.set()
         saver.finish()
         gate.clear()
