@@ -281,7 +281,7 @@ def evaluate_trained(
     return {**result.scores, **result.details}
 
 
-def open_everywhere(args: argparse.Namespace, split: str, open_split: Callable[[], SomeImages]) -> SomeImages:
+def open_and_check(args: argparse.Namespace, split: str, open_split: Callable[[], SomeImages]) -> SomeImages:
     """Opens and checks a split on all ranks. ValueError on all ranks if one of them fails.
 
     Of a validation split, no image may be bad.
@@ -290,12 +290,12 @@ def open_everywhere(args: argparse.Namespace, split: str, open_split: Callable[[
     if split == "train":
         max_bad_fraction = args.max_bad_fraction
 
-    def open_and_check() -> SomeImages:
+    def open_here() -> SomeImages:
         images = open_split()
         images.check(max_bad_fraction)
         return images
 
-    images = collectives.run_everywhere(open_and_check)
+    images = collectives.run_everywhere(open_here)
     looked_at = evenly_spaced(len(images), 1000).tolist()
     num_turned = sum(is_turned(images.path(i)) for i in looked_at)
     if num_turned:

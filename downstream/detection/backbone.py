@@ -220,7 +220,7 @@ def check_multiple(name: str, size: int, num_patches: int, patch_size: int) -> N
         raise ValueError(f"--{name} {size} must be a multiple of {step}, with patches of {patch_size} pixels")
 
 
-def double(width: int) -> nn.ConvTranspose2d:
+def upsample_and_halve(width: int) -> nn.ConvTranspose2d:
     """Returns the layer that doubles the resolution and halves the channels."""
     return nn.ConvTranspose2d(width, width // 2, kernel_size=2, stride=2)
 
@@ -241,12 +241,12 @@ class SimpleFeaturePyramid(nn.Module):
     def __init__(self, dim: int, channels: int = 256) -> None:
         super().__init__()
         quadruple = [
-            double(dim),
+            upsample_and_halve(dim),
             LayerNorm2d(dim // 2),
             nn.GELU(),
-            double(dim // 2),
+            upsample_and_halve(dim // 2),
         ]
-        twice = double(dim)
+        twice = upsample_and_halve(dim)
         half = nn.MaxPool2d(kernel_size=2, stride=2)
         self.stages = nn.ModuleList(
             [

@@ -160,7 +160,7 @@ def open_split(args: argparse.Namespace, split: str) -> CocoImages:
         in_chans=args.in_chans,
         invalid=marks_of(vars(args)),
     )
-    return common.open_everywhere(args, split, open_images)
+    return common.open_and_check(args, split, open_images)
 
 
 def check_categories(categories: Sequence[Sequence[Any]], images: CocoImages, owner: str) -> None:

@@ -125,8 +125,8 @@ class SegmentationImages(ImageFiles):
         self.values = values
         self.num_pixels = np.zeros(256, np.int64)
         self.colors: dict[int, tuple[list[int], str]] = {}  # of values, with the first file of each, in palettes
-        image_root = find_split(Path(data_path) / "images", split)
-        self.label_root = find_split(Path(data_path) / "annotations", split)
+        image_root = folder_of_split(Path(data_path) / "images", split)
+        self.label_root = folder_of_split(Path(data_path) / "annotations", split)
         unread: Counter[str] = Counter()
         images = by_stem(image_root, list_images(image_root, "", unread))
         label_files = list_images(self.label_root, "", Counter())
@@ -264,7 +264,7 @@ def note_on_val_alone(images: SegmentationImages, val_images: SegmentationImages
     return [f"note: the label values {shorten(values, 10)} are in val, and in no label file of train that was read"]
 
 
-def find_split(folder: Path, split: str) -> Path:
+def folder_of_split(folder: Path, split: str) -> Path:
     """Returns the folder of a split inside images/ or annotations/. ValueError unless there is exactly one."""
     if not folder.is_dir():
         raise ValueError(f"{str(folder)!r} is no folder: --data_path must hold images/ and annotations/")

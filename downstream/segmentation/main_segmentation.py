@@ -221,7 +221,7 @@ def open_split(args: argparse.Namespace, split: str) -> SegmentationImages:
     values = LabelValues(args.num_classes, args.ignore_index, args.reduce_zero_label, args.label_values)
     invalid = marks_of(vars(args))
     open_images = partial(SegmentationImages, args.data_path, split, values, args.in_chans, invalid)
-    return common.open_everywhere(args, split, open_images)
+    return common.open_and_check(args, split, open_images)
 
 
 def make_optimizer(model: Segmenter, args: argparse.Namespace, lr: float) -> torch.optim.Optimizer:

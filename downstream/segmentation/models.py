@@ -45,12 +45,12 @@ class FeaturePyramid(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.upsample_4x = nn.Sequential(
-            double(channels),
+            twice_as_large(channels),
             SyncBatchNorm2d(channels),
             nn.GELU(),
-            double(channels),
+            twice_as_large(channels),
         )
-        self.upsample_2x = nn.Sequential(double(channels))
+        self.upsample_2x = nn.Sequential(twice_as_large(channels))
         self.downsample_2x = nn.MaxPool2d(kernel_size=2, stride=2)
 
     def forward(self, maps: list[Tensor]) -> list[Tensor]:
@@ -63,7 +63,7 @@ class FeaturePyramid(nn.Module):
         ]
 
 
-def double(channels: int) -> nn.ConvTranspose2d:
+def twice_as_large(channels: int) -> nn.ConvTranspose2d:
     """Returns the layer that doubles the resolution."""
     return nn.ConvTranspose2d(channels, channels, kernel_size=2, stride=2)
 
@@ -90,14 +90,14 @@ class UPerHead(nn.Module):
         """Returns logits [B, num_classes, h, w] at the resolution of the first and finest map."""
         finest = maps[0]
         coarsest = maps[3]
-        pooled = [resize(module(coarsest), coarsest) for module in self.psp_modules]
+        pooled = [resize_like(module(coarsest), coarsest) for module in self.psp_modules]
         level = self.bottleneck(torch.cat([coarsest, *pooled], dim=1))
-        outs = [resize(level, finest)]
+        outs = [resize_like(level, finest)]
         for i in (2, 1, 0):
             lateral = self.lateral_convs[i](maps[i])
-            level = lateral + resize(level, lateral)
+            level = lateral + resize_like(level, lateral)
             out = self.fpn_convs[i](level)
-            outs.insert(0, resize(out, finest))
+            outs.insert(0, resize_like(out, finest))
         out = self.fpn_bottleneck(torch.cat(outs, dim=1))
         return self.conv_seg(self.dropout(out))
 
@@ -135,7 +135,7 @@ def classifier(channels: int, num_classes: int) -> nn.Conv2d:
     return conv
 
 
-def resize(x: Tensor, like: Tensor) -> Tensor:
+def resize_like(x: Tensor, like: Tensor) -> Tensor:
     """Resizes maps [B, C, h, w] bilinearly to the height and width of `like`."""
     return F.interpolate(x, size=like.shape[-2:], mode="bilinear", align_corners=False)
 

@@ -13,7 +13,7 @@ from util.data.transforms import Normalize
 from util.pictures import PAPER, as_rgb, save, table, write_lines
 
 PANEL = 384  # side of a panel in pixels
-NUM_SAMPLES = 12
+NUM_SAMPLES = 11  # with the histograms a full last row
 COLUMNS = 4
 BINS = 64
 BAR = (170, 200, 230)
@@ -66,14 +66,14 @@ def write_samples(
 
 
 def draw_histograms(channels: np.ndarray) -> np.ndarray:
-    """Draws a strip for each channel of [C, n]. Heights are roots of counts. Returns a panel."""
+    """Draws a strip for each channel of [C, n], under its text. Heights are roots of counts. Returns a panel."""
     strips = []
-    height = max(1, PANEL // max(12, len(channels)))
+    height = max(2, PANEL // max(12, len(channels)))
     for number, values in enumerate(channels):
         is_invalid = np.isnan(values)
         counts, edges = np.histogram(values[~is_invalid], BINS)
         shares = np.sqrt(counts / counts.max(initial=1)).repeat(PANEL // BINS)
-        is_bar = shares * height > np.arange(height)[::-1, None]
+        is_bar = shares * height / 2 > np.arange(height)[::-1, None]
         strip = np.where(is_bar[:, :, None], BAR, 255).astype(np.uint8)
         text = f"channel {number}: {edges[0]:.4g} to {edges[-1]:.4g}, {is_invalid.mean():.0%} invalid"
         strips.append(write_lines(strip, {text: PAPER}))
