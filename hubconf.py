@@ -10,6 +10,7 @@ all encoders, such as `vit_base_patch16`. Images are normalised, [B, C, H, W].
 """
 
 from collections.abc import Callable as _Callable
+from collections.abc import Sequence as _Sequence
 from pathlib import Path as _Path
 from typing import Any as _Any
 
@@ -63,17 +64,19 @@ def detector(path: str | _Path) -> _nn.Module:
 
 
 def _entry_point(name: str) -> _Callable[..., _nn.Module]:
-    def build(pretrained: str | _Path | None = None, **kwargs: _Any) -> _nn.Module:
+    def build(
+        pretrained: str | _Path | None = None, rgb_bands: _Sequence[int] | None = None, **kwargs: _Any
+    ) -> _nn.Module:
         model = _MODELS[name](**kwargs)
         if pretrained is not None:
-            print(_load_encoder(model, pretrained))
+            print(_load_encoder(model, pretrained, rgb_bands=rgb_bands))
         return model
 
     build.__name__ = name
     build.__doc__ = f"""Returns a new `{name}` for fine-tuning. kwargs: those of its class, such as `num_classes`.
 
-    pretrained: the encoder to load, see `encoder`. What was loaded is printed. Position tables of
-    another grid are resized.
+    pretrained: the encoder to load, see `encoder`. What was loaded is printed. Position tables of another grid are
+    resized. rgb_bands: see `encoders.load.load_encoder`.
     """
     return build
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from encoders.classifiers import MODELS, NAMES, build_classifier, plain_size
-from encoders.load import load_encoder, read_traits
+from encoders.load import FirstWeights, load_encoder, read_first
 from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util.data.datasets import AddressedDataset, stack
@@ -368,7 +368,12 @@ def match_run(run: Run, model: nn.Module, classes: list[str]) -> None:
 
 
 def describe_model(
-    args: argparse.Namespace, model: nn.Module, statistics: Statistics, val_images: Any, classes: list[str]
+    args: argparse.Namespace,
+    model: nn.Module,
+    first: FirstWeights,
+    statistics: Statistics,
+    val_images: Any,
+    classes: list[str],
 ) -> RunFacts:
     """Returns what the checkpoints say about the model, beside the flags.
 
@@ -380,6 +385,7 @@ def describe_model(
         "input_size": plain_size(model.img_size),
         "patch_size": model.patch_size,
         "cls_token_is_folded": is_folded,
+        "rgb_bands": first.rgb_bands,
         **getattr(model, "traits", {}),
     }
     return RunFacts(statistics, settings, val_images, classes)
@@ -423,17 +429,23 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
     with Run.begin(
         PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune", default_batch_size=largest
     ) as run:
+        first = read_first(run.encoder, run.resumed, args.rgb_bands, args.in_chans)
         images, val_images = open_data(args)
         classes = images.classes
         run.note(*val_images.notes)
-        statistics = run.pixel_statistics(images)
+        statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
-        traits = read_traits(run.encoder, run.resumed) if args.model in NAMES["models_vit"] else {}
-        model = build_classifier({**vars(args), "nb_classes": len(classes), **traits})
-        merging = args.first_release_merging
-        load_weights = partial(load_encoder, model, classes=classes, first_release_merging=merging)
-        run.load_encoder(load_weights, note_without="no --finetune: training from scratch")
+        traits = first.traits if args.model in NAMES["models_vit"] else {}
+        model = build_classifier({**vars(args), "nb_classes": len(classes), "rgb_bands": first.rgb_bands, **traits})
+        load_weights = partial(
+            load_encoder,
+            model,
+            classes=classes,
+            first_release_merging=args.first_release_merging,
+            rgb_bands=first.rgb_bands,
+        )
+        run.load_encoder(first.weights, load_weights, note_without="no --finetune: training from scratch")
         match_run(run, model, classes)
         model = model.to(run.process.device)
         optimizer = make_optimizer(model, args, run.plan.lr)
@@ -453,7 +465,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         )
 
         schedule = schedule_by_epochs(args, run.plan, loader.steps_per_epoch)
-        facts = describe_model(args, model, statistics, val_images, classes)
+        facts = describe_model(args, model, first, statistics, val_images, classes)
         training = Training(run, model, optimizer, dataset, schedule, facts)
         training.announce(summary_rows(args, model, images, val_images))
 

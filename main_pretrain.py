@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import monitor
-from encoders.load import load_blocks, read_traits
+from encoders.load import FirstWeights, load_blocks, read_first
 from engine_pretrain import forward_backward, train_one_epoch, update
 from framework import Flag, Framework, PixelFramework
 from frameworks.hooks.pictures import Pictures
@@ -275,14 +275,14 @@ def summary_rows(args: argparse.Namespace, model: Framework, images: Any) -> dic
     }
 
 
-def describe_model(model: Framework, statistics: Statistics) -> RunFacts:
+def describe_model(model: Framework, statistics: Statistics, first: FirstWeights) -> RunFacts:
     """Returns what the checkpoints say about the model, beside the flags."""
     files = {}
     for flag, file in model.named_files().items():
         if file.fingerprint is not None:
             files[flag] = file.fingerprint
     settings = {"input_size": model.img_size, "patch_size": model.patch_size, **model.own_settings()}
-    settings |= getattr(model, "traits", {})
+    settings |= {**getattr(model, "traits", {}), "rgb_bands": first.rgb_bands}
     return RunFacts(statistics, settings, files=files)
 
 
@@ -336,12 +336,12 @@ def check_flags(args: argparse.Namespace, plan: Plan, given: Set[str]) -> None:
         check_capture(args, plan, model)
 
 
-def freeze_blocks(model: Framework, args: argparse.Namespace) -> None:
+def freeze_blocks(model: Framework, args: argparse.Namespace, has_new_bands: bool = False) -> None:
     """Freezes what --trainable_blocks leaves out. ValueError if it does not fit the model."""
     freeze = getattr(model, "freeze_all_but", None)
     if freeze is None:
         raise ValueError(f"--trainable_blocks is for ViTs, and {args.model} is none")
-    freeze(args.trainable_blocks)
+    freeze(args.trainable_blocks, has_new_bands)
 
 
 def check_capture(args: argparse.Namespace, plan: Plan, model: Framework) -> None:
@@ -376,22 +376,23 @@ def main(argv: Sequence[str] | None = None) -> bool:
     with Run.begin(
         PROGRAM, parser, args, argv, check=check, encoder_flag="pretrained", fitting_batch=fitting_batch(args)
     ) as run:
+        first = read_first(run.encoder, run.resumed, args.rgb_bands, args.in_chans)
         images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
         val_images, notes = monitor.open_queries(args, images)
-        statistics = run.pixel_statistics(images)
+        statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)
         run.note(*notes)
 
         torch.backends.cudnn.benchmark = True  # shapes are static
         torch.manual_seed(args.seed)  # the same initial weights on every rank
-        model = build_model({**vars(args), **read_traits(run.encoder, run.resumed), **parser.flags_chosen()})
+        model = build_model({**vars(args), **first.traits, **parser.flags_chosen()})
         model = model.to(run.process.device)
         model.use_statistics(*statistics)
         for file in model.named_files().values():
             run.note(file.origin)
         run.note(*note_on_small_images(images, model.img_size))
-        run.load_encoder(partial(load_blocks, model))
+        run.load_encoder(first.weights, partial(load_blocks, model, rgb_bands=first.rgb_bands))
         if args.trainable_blocks is not None:
-            freeze_blocks(model, args)
+            freeze_blocks(model, args, has_new_bands=first.rgb_bands is not None)
         optimizer = make_optimizer(model, args, run.plan.lr)
 
         augmentation = make_augmentation(args, model.img_size)
@@ -414,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         if schedule.num_steps < FEW_STEPS and args.pretrained is None:
             steps = count_of(schedule.num_steps, "step")
             run.note(f"note: {steps} may be too few: the shortest run that was seen to help had {FEW_STEPS} (--epochs)")
-        facts = describe_model(model, statistics)
+        facts = describe_model(model, statistics, first)
         training = Training(run, model, optimizer, dataset, schedule, facts)
         training.announce(summary_rows(args, model, images))
         if args.sampling != "attention":  # whose maps change the token counts

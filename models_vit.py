@@ -412,11 +412,12 @@ class ViTEncoder(nn.Module):
         attention = self.blocks[-1].cls_attention(x, rotation)  # to other class tokens, too
         return attention[..., self.num_cls_tokens - 1 :]
 
-    def freeze_all_but(self, trainable_blocks: int) -> None:
+    def freeze_all_but(self, trainable_blocks: int, has_new_bands: bool = False) -> None:
         """Freezes the encoder but its last `trainable_blocks` blocks and what follows them; with 0 its norm, too.
 
         With as many as there are blocks, nothing is frozen. Frozen modules stay in eval mode. They come before the
-        trained ones, so autograd records nothing of them. ValueError if there are fewer blocks.
+        trained ones, so autograd records nothing of them. has_new_bands: train the patch embedding, too, because the
+        pre-trained one was for RGB. ValueError if there are fewer blocks.
         """
         depth = len(self.blocks)
         if not 0 <= trainable_blocks <= depth:
@@ -430,6 +431,8 @@ class ViTEncoder(nn.Module):
             parameter.requires_grad_(False)
         for module in self.frozen:
             module.requires_grad_(False)
+        if has_new_bands:
+            self.patch_embed.requires_grad_(True)
 
     def input_parameters(self) -> list[nn.Parameter]:
         """Returns the parameters with which the input of the first block is made."""
@@ -513,14 +516,16 @@ class Classifier(ViTEncoder):
         with torch.autocast(x.device.type, enabled=False):
             return self.head(x.to(self.cls_token.dtype))
 
-    def freeze_all_but(self, trainable_blocks: int) -> None:
+    def freeze_all_but(self, trainable_blocks: int, has_new_bands: bool = False) -> None:
         """Freezes all but the last `trainable_blocks` blocks and what follows them. 0 trains the head alone.
+
+        has_new_bands: train the patch embedding, too, unless the head alone is trained.
 
         ValueError if the head alone would read a norm that is not pre-trained.
         """
         if trainable_blocks == 0 and self.global_pool == "avg":
             raise ValueError("trainable_blocks 0 needs global_pool 'token': fc_norm of 'avg' is not pre-trained")
-        super().freeze_all_but(trainable_blocks)
+        super().freeze_all_but(trainable_blocks, has_new_bands and trainable_blocks > 0)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Describes the layers to timm's layer-wise learning-rate decay: embeddings, each block, then norm and head."""

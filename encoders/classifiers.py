@@ -58,5 +58,5 @@ def build_classifier(settings: Mapping[str, Any]) -> nn.Module:
         num_classes=settings["nb_classes"], global_pool=settings["global_pool"], probe=blocks == 0, **options
     )
     if blocks is not None:
-        model.freeze_all_but(blocks)
+        model.freeze_all_but(blocks, has_new_bands=settings.get("rgb_bands") is not None)
     return model

@@ -15,7 +15,7 @@ adapt_weights(tensors): returns the weights under names of its own.
 Errors are CheckpointErrors, which are ValueErrors and name the file; FloatingPointError if a weight is not finite.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +37,7 @@ from encoders.names import (
     is_published_tec,
     swap_merging,
 )
-from encoders.resize import check_cls_tokens, fit_patch_embed, fit_tables, patch_size
+from encoders.resize import check_cls_tokens, choose_rgb_bands, fit_patch_embed, fit_tables, patch_size
 from models_vit import traits_in
 from util.pos_embed import BIAS_TABLE, grid_from_settings, height_and_width
 from util.run.files import checkpoint, search, strict
@@ -120,6 +120,12 @@ class Weights:
         """Type, mean and std of the images, None where unknown."""
         return self.info.pixel_settings
 
+    @property
+    def in_chans(self) -> int | None:
+        """The channels of the images, None without a patch embedding."""
+        kernel = self.tensors.get("patch_embed.proj.weight")
+        return None if kernel is None else kernel.shape[1]
+
     def refuse_dense(self) -> None:
         """Raises CheckpointError for the model of a dense task, whose encoder has positions in each block."""
         run = self.info.run
@@ -177,13 +183,42 @@ def read(path: str | Path) -> Weights:
     return Weights(path, raw, part.info)
 
 
-def read_traits(first: EncoderSource | None, resumed: CheckpointInfo | None) -> dict[str, Any]:
-    """Returns the arguments of a run's ViT that follow from its first weights, or that the resumed run has recorded."""
+@dataclass(frozen=True)
+class FirstWeights:
+    """What a run begins with. weights: those of a new run, None if they are random. A resumed run reads none again.
+
+    recorded: the settings of a resumed run. rgb_bands: which bands of the images hold red, green and blue, if the
+    weights are for RGB and the images have other bands; see `encoders.resize.choose_rgb_bands`.
+    """
+
+    weights: Weights | None
+    recorded: Mapping[str, Any]
+    rgb_bands: Sequence[int] | None
+
+    @property
+    def traits(self) -> dict[str, Any]:
+        """See `Weights.traits`."""
+        return traits_in(self.recorded) if self.weights is None else self.weights.traits
+
+    @property
+    def pixels(self) -> dict[str, Any]:
+        """See `Weights.pixels`."""
+        return {} if self.weights is None else self.weights.pixels
+
+
+def read_first(
+    source: EncoderSource | None, resumed: CheckpointInfo | None, rgb_bands: Sequence[int] | None, in_chans: int
+) -> FirstWeights:
+    """Reads the weights at `source` for a new run, or what a resumed run has recorded of its first weights.
+
+    rgb_bands, in_chans: the flags. ValueError if --rgb_bands is missing or has no effect.
+    """
     if resumed is not None:
-        return traits_in(resumed.settings)
-    if first is None:
-        return {}
-    return read(first.path).traits
+        return FirstWeights(None, resumed.settings, rgb_bands or resumed.settings.get("rgb_bands"))
+    if source is None:
+        return FirstWeights(None, {}, choose_rgb_bands(rgb_bands, None, in_chans))
+    weights = read(source.path)
+    return FirstWeights(weights, {}, choose_rgb_bands(rgb_bands, weights.in_chans, in_chans))
 
 
 # --------------------------------------------------------------------------------------------------------------- load
@@ -201,27 +236,29 @@ def load_encoder(
     source: str | Path | Weights,
     classes: Sequence[str] | None = None,
     first_release_merging: bool = False,
+    rgb_bands: Sequence[int] | None = None,
 ) -> LoadReport:
     """Loads an encoder, and a head if it fits, into an encoder or a classifier.
 
     source: see `read`, or what it has returned.
     classes: names of the model's classes, in order. A head of other classes is left out.
     first_release_merging: re-index the patch merging of GreenMIM's public files.
+    rgb_bands: the model's channels that hold red, green and blue for weights of RGB, from 0; the others begin without
+        effect. Of one channel they are 0, 0, 0 by default. ValueError if they are needed or have no effect.
 
     All keys of the model must be in the file but `head`, `fc_norm`, its `new_keys` and the final norm, which starts
     with weight 1 and bias 0 then: CrossMAE's encoders and TEC's published ones have none. Each part of the file's
     encoder must be in the model.
 
     Position tables of another grid are resized bicubically, with the class rows kept, and tables of relative-position
-    biases by a spline. A bias table that all blocks share is copied into each block. A patch embedding of 3 channels is
-    adapted to other channels by timm's rule: it is repeated and divided by the growth of their number, or summed for
-    one channel. The MLP on TEC's class token is folded into the token, unless the model has such an MLP. In TEC's
-    published files it is folded already: the model then loses its MLP.
+    biases by a spline. A bias table that all blocks share is copied into each block. The MLP on TEC's class token is
+    folded into the token, unless the model has such an MLP. In TEC's published files it is folded already: the model
+    then loses its MLP.
     """
     weights = _opened(source)
     if first_release_merging:
         weights = replace(weights, raw=swap_merging(weights.raw))
-    fitted = _fit(model, weights)
+    fitted = _fit(model, weights, rgb_bands)
     objection = _object_to_head(weights, fitted, model, classes)
     if objection:
         fitted.remarks.append(f"the head is not loaded: {objection}")
@@ -241,13 +278,13 @@ def load_encoder(
     return report
 
 
-def load_blocks(model: nn.Module, source: str | Path | Weights) -> LoadReport:
+def load_blocks(model: nn.Module, source: str | Path | Weights, rgb_bands: Sequence[int] | None = None) -> LoadReport:
     """Loads the start of another pre-training: patch embedding, class token and blocks must match.
 
     All else, a decoder, for example, is loaded where names and shapes fit. Tensors are fitted as in `load_encoder`.
     """
     weights = _opened(source)
-    fitted = _fit(model, weights)
+    fitted = _fit(model, weights, rgb_bands)
     size = weights.settings.get("input_size")
     has_other_grid = "pos_embed" in fitted.resized
     if size and height_and_width(size) != tuple(model.img_size):
@@ -325,7 +362,7 @@ def _opened(source: str | Path | Weights) -> Weights:
     return source if isinstance(source, Weights) else read(source)
 
 
-def _fit(model: nn.Module, weights: Weights) -> _Fitted:
+def _fit(model: nn.Module, weights: Weights, rgb_bands: Sequence[int] | None) -> _Fitted:
     """Renames and resizes the tensors of a file for `model`."""
     if not hasattr(model, "new_keys"):
         weights.refuse_dense()
@@ -346,7 +383,7 @@ def _fit(model: nn.Module, weights: Weights) -> _Fitted:
     label = weights.what
     class_name = type(model).__name__
     check_cls_tokens(fitting, model_state, label, class_name)
-    remarks += fit_patch_embed(fitting, model_state, label, class_name)
+    remarks += fit_patch_embed(fitting, model_state, label, class_name, rgb_bands, weights.pixels)
     resized = fit_tables(fitting, weights.settings, model_state, model, label)
     return _Fitted(tensors, fitting, resized, remarks)
 

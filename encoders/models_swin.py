@@ -423,7 +423,7 @@ class SwinTransformer(SwinEncoder):
         with torch.autocast(x.device.type, enabled=False):  # many bfloat16 logits would tie
             return self.head(x.to(self.head.weight.dtype))
 
-    def freeze_all_but(self, trainable_blocks: int) -> None:
+    def freeze_all_but(self, trainable_blocks: int, has_new_bands: bool = False) -> None:
         raise ValueError(f"Swin is fine-tuned as a whole, got trainable_blocks {trainable_blocks}")
 
     def no_weight_decay(self) -> set[str]:

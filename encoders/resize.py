@@ -5,9 +5,10 @@ state dict. `label` names the file in messages, `class_name` the model.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from encoders.names import Tensors
@@ -34,15 +35,45 @@ def check_cls_tokens(
         )
 
 
+def choose_rgb_bands(given: Sequence[int] | None, channels: int | None, model_channels: int) -> Sequence[int] | None:
+    """Returns which channels of a model hold red, green and blue for weights of RGB; None: nothing changes.
+
+    given: --rgb_bands; a single channel is all three by default. channels: of the weights, None without weights.
+    ValueError if `given` is missing, does not fit, or has no effect.
+    """
+    if given is None:
+        if channels != 3 or model_channels == 3:
+            return None
+        if model_channels == 1:
+            return [0, 0, 0]
+        raise ValueError(
+            f"the first weights are for RGB, and the images have {model_channels} bands: give --rgb_bands, the numbers "
+            f"of red, green and blue from 0 to {model_channels - 1}"
+        )
+    values = " ".join(map(str, given))
+    if channels != 3 or (model_channels == 3 and list(given) == [0, 1, 2]):
+        raise ValueError(
+            f"--rgb_bands {values} has no effect: it turns first weights for RGB into those of other bands"
+        )
+    if max(given) >= model_channels:
+        raise ValueError(f"--rgb_bands {values}: the images have the bands from 0 to {model_channels - 1}")
+    return given
+
+
 def fit_patch_embed(
     fitting: Tensors,
     model_state: Tensors,
     label: str,
     class_name: str,
+    given_bands: Sequence[int] | None,
+    pixels: Mapping[str, Any],
 ) -> list[str]:
-    """Adapts a patch embedding of 3 channels, in place, to those of the model. Returns a remark, or nothing.
+    """Adapts a patch embedding of RGB, in place, to the channels of the model. Returns a remark, or nothing.
 
-    Raises CheckpointError for another width or patch size, or for other channels than 3.
+    given_bands: see `choose_rgb_bands`. Channels that hold no colour begin with 0: they change no feature. pixels:
+    of the file's model, see `CheckpointInfo.pixel_settings`.
+
+    Raises CheckpointError for another width or patch size, or for other channels than those of RGB or of the model.
     """
     key = "patch_embed.proj.weight"
     if key not in fitting or fitting[key].ndim != 4:
@@ -59,17 +90,43 @@ def fit_patch_embed(
             f"{label} holds an encoder of patch size {side}, this {class_name} has {model_side}: "
             f"give --patch_size {side}"
         )
-    if channels == model_channels:
-        return []
-    if channels != 3:
+    if channels not in (3, model_channels):
         raise CheckpointError(
             f"{label} holds an encoder of {count_of(channels, 'channel')}, this {class_name} is for {model_channels}: "
             f"give --in_chans {channels}"
         )
-    from timm.models import adapt_input_conv  # here, because most files need neither timm nor splines
+    rgb_bands = choose_rgb_bands(given_bands, channels, model_channels)
+    if rgb_bands is None:
+        return []
+    bias_key = "patch_embed.proj.bias"
+    fitting[key], fitting[bias_key] = spread_colors(fitting[key], fitting[bias_key], rgb_bands, model_channels, pixels)
+    return [f"red, green and blue are the bands {', '.join(map(str, rgb_bands))}, and the others begin without effect"]
 
-    fitting[key] = adapt_input_conv(model_channels, fitting[key])
-    return [f"{key} adapted from 3 channels to {model_channels}"]
+
+def spread_colors(
+    kernel: Tensor,
+    bias: Tensor,
+    rgb_bands: Sequence[int],
+    num_bands: int,
+    pixels: Mapping[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Returns a kernel [D, 3, p, p] of RGB, and its bias, for images of `num_bands` bands.
+
+    A band of several colours is normalised by the mean of their means and of their deviations, see `keep_colors`. The
+    difference from their own, which is in `pixels`, is folded into kernel and bias.
+    """
+    from util.data.pixel_format import RGB8  # here, because most files are for the same bands
+    from util.data.statistics import IMAGENET, find_statistics, keep_colors
+
+    mean, std = find_statistics(pixels, RGB8) or IMAGENET
+    band_mean, band_std = keep_colors((mean, std), ([0.0] * num_bands, [1.0] * num_bands), rgb_bands)
+    spread = kernel.new_zeros(len(kernel), num_bands, *kernel.shape[2:], dtype=torch.float64)
+    moved = bias.double()
+    for color, band in enumerate(rgb_bands):
+        part = kernel[:, color].double()
+        spread[:, band] += part * (band_std[band] / std[color])
+        moved = moved + part.sum(dim=(1, 2)) * ((band_mean[band] - mean[color]) / std[color])
+    return spread.to(kernel.dtype), moved.to(bias.dtype)
 
 
 def patch_size(weights: Tensors) -> int | None:

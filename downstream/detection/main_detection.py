@@ -28,7 +28,7 @@ from downstream.detection.masks import coco_masks
 from downstream.detection.models import build_detector
 from downstream.detection.pictures import draw_sample
 from downstream.recipes import DETECTION_RECIPES, MASK_RCNN_DEFAULTS
-from encoders.load import load_encoder
+from encoders.load import load_encoder, read_first
 from encoders.trained import load
 from util.data.datasets import AddressedDataset
 from util.data.images import check_classes, check_splits, note_on_small_images
@@ -207,6 +207,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         with session_of_eval(parser, args, given, "this program") as session:
             return evaluate_only(args, given, session)
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune") as run:
+        first = read_first(run.encoder, run.resumed, args.rgb_bands, args.in_chans)
         images = open_split(args, "train")
         val_images = open_split(args, "val")
         check_categories(images.categories, val_images, str(images.json_path))
@@ -217,11 +218,12 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         if run.resumed is not None:
             check_categories(run.resumed.settings["categories"], images, f"the run in {str(run.output_dir)!r}")
         run.note(*val_images.notes, *note_on_small_images(images, [args.input_size]))
-        statistics = run.pixel_statistics(images)
+        statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_detector(vars(args) | chosen)
-        run.load_encoder(partial(load_encoder, model.backbone), note_without="no --finetune: training from scratch")
+        load_weights = partial(load_encoder, model.backbone, rgb_bands=first.rgb_bands)
+        run.load_encoder(first.weights, load_weights, note_without="no --finetune: training from scratch")
         model = model.to(run.process.device)
         groups = model.param_groups(args.weight_decay, args.layer_decay)
         optimizer = torch.optim.AdamW(groups, lr=run.plan.lr, betas=(0.9, 0.999), fused=True)
@@ -232,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
 
         rate = StepDecay(args.num_iters, args.warmup_iters, run.plan.lr, args.lr_drops)
         schedule = schedule_by_iterations(run, loader.steps_per_epoch, rate)
-        settings = {**chosen, "patch_size": model.patch_size}
+        settings = {**chosen, "patch_size": model.patch_size, "rgb_bands": first.rgb_bands}
         facts = RunFacts(statistics, settings, val_images)
         training = Training(run, model, optimizer, dataset, schedule, facts)
         name = f"Faster R-CNN on {args.model}"

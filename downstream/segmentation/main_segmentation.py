@@ -40,7 +40,7 @@ from downstream.segmentation.engine_segmentation import (
     train_one_epoch,
 )
 from downstream.segmentation.models import HEADS, Segmenter, build_segmenter
-from encoders.load import load_encoder
+from encoders.load import load_encoder, read_first
 from encoders.trained import load
 from util import collectives
 from util.data.datasets import AddressedDataset
@@ -247,18 +247,20 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             return evaluate_only(args, given, session)
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune") as run:
         process = run.process
+        first = read_first(run.encoder, run.resumed, args.rgb_bands, args.in_chans)
         classes = read_classes(args.class_names, args.num_classes)
         images = open_split(args, "train")
         val_images = open_split(args, "val")
         check_splits(images, val_images)
         run.note(*val_images.notes, *note_on_val_alone(images, val_images))
         run.note(*note_on_small_images(images, args.image_scale, "--image_scale, --input_size and --stride"))
-        statistics = run.pixel_statistics(images)
+        statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)
 
         torch.backends.cudnn.benchmark = True  # shapes are static
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_segmenter(vars(args))
-        run.load_encoder(partial(load_encoder, model.backbone), note_without="no --finetune: training from scratch")
+        load_weights = partial(load_encoder, model.backbone, rgb_bands=first.rgb_bands)
+        run.load_encoder(first.weights, load_weights, note_without="no --finetune: training from scratch")
         if process.device.type == "cuda" and process.world_size > 1:
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # the same statistics, in fused kernels
         model = model.to(process.device)
@@ -286,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
 
         rate = LinearDecay(args.num_iters, args.warmup_iters, run.plan.lr)
         schedule = schedule_by_iterations(run, loader.steps_per_epoch, rate)
-        settings = {"patch_size": model.patch_size}
+        settings = {"patch_size": model.patch_size, "rgb_bands": first.rgb_bands}
         facts = RunFacts(statistics, settings, val_images, classes.names, classes.colors.tolist())
         training = Training(run, model, optimizer, dataset, schedule, facts)
         name = f"{args.head} on {args.model}"

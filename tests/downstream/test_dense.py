@@ -1,6 +1,7 @@
 """What holds for the programs of both dense tasks: results, resume, several processes, bands, bad flags, schedules."""
 
 import pytest
+import torch
 
 from downstream.common import LinearDecay, StepDecay
 from models_vit import MICRO, VisionTransformer
@@ -106,6 +107,18 @@ def test_bands_are_normalised_as_the_pre_trained_encoder_s_images_were(with_band
     last = scores_of(read_json(out / RESULTS)["last"])
     scores = program.evaluate(root, out)
     assert {name: scores[name] for name in last} == last
+
+
+def test_rgb_weights_start_bands(with_bands, tmp_path, capsys):
+    program, root = with_bands
+    weights = VisionTransformer(global_pool="token", **MICRO).state_dict()
+    torch.save({"model": weights}, tmp_path / "rgb.pth")
+    flags = ["--in_chans", 5, "--finetune", tmp_path / "rgb.pth", "--num_iters", 4]
+    assert "--rgb_bands" in program.refused(capsys, root, tmp_path / "out", *flags)
+    begun = program(root, tmp_path / "out", *flags, "--rgb_bands", 3, 2, 1, "--lr", 0, "--weight_decay", 0)["model"]
+    kernel = begun["backbone.patch_embed.proj.weight"]
+    assert torch.equal(kernel[:, [3, 2, 1]], weights["patch_embed.proj.weight"])
+    assert not kernel[:, [0, 4]].any()
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input

@@ -109,6 +109,19 @@ def statistics_of(
     return (list(mean), list(std)), remarks
 
 
+def keep_colors(of_rgb: Statistics, of_bands: Statistics, rgb_bands: Sequence[int]) -> Statistics:
+    """Returns statistics of bands in which red, green and blue have those of a model of RGB.
+
+    rgb_bands: the bands of red, green and blue. One that holds several of them gets the mean of theirs.
+    """
+    kept: Statistics = ([*of_bands[0]], [*of_bands[1]])
+    for band in rgb_bands:
+        colors = [color for color, other in enumerate(rgb_bands) if other == band]
+        for values, rgb_values in zip(kept, of_rgb, strict=True):
+            values[band] = sum(rgb_values[color] for color in colors) / len(colors)
+    return kept
+
+
 def has_statistics(settings: PixelSettings, pixels: PixelFormat) -> bool:
     """Whether a checkpoint has statistics of images with as many channels, and of the same type.
 

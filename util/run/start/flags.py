@@ -176,6 +176,15 @@ def add_pixel_flags(group: FlagGroup) -> None:
     flag = group.add_argument
     flag("--in_chans", everyday=True, type=int, default=3, at_least=1, help="channels of the images; 3: RGB")
     flag(
+        "--rgb_bands",
+        type=int,
+        nargs=3,
+        at_least=0,
+        metavar=("RED", "GREEN", "BLUE"),
+        help="with first weights for RGB and images of other bands: the numbers, from 0, of red, green and blue; the "
+        "model begins as if there were no other bands, and trains its patch embedding (default of one band: 0 0 0)",
+    )
+    flag(
         "--mean",
         everyday=True,
         type=float,

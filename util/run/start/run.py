@@ -20,10 +20,9 @@ from torch import nn
 from util import collectives
 from util.data.images import Images
 from util.data.open import data_settings
-from util.data.pixel_format import declares_invalid
-from util.data.statistics import IMAGENET, Statistics, refuse_other_format, statistics_of
+from util.data.pixel_format import RGB8, declares_invalid
+from util.data.statistics import IMAGENET, Statistics, find_statistics, keep_colors, refuse_other_format, statistics_of
 from util.run.cli import Parser
-from util.run.files import checkpoint
 from util.run.files.record import CheckpointInfo, DataInfo, EncoderSource, RunInfo, StartInfo
 from util.run.files.reports import record_failure
 from util.run.processes.distributed import Process, may_compile
@@ -150,8 +149,8 @@ class Run:
         """Keeps notes until the log opens."""
         self.notes += notes
 
-    def load_encoder(self, load: Callable[[str], object], note_without: str = "") -> None:
-        """Loads the first weights into the model of a new run, by `load(path)`, which returns a report.
+    def load_encoder(self, weights: Any, load: Callable[[Any], object], note_without: str = "") -> None:
+        """Loads the first weights into the model of a new run, by `load(weights)`, which returns a report.
 
         note_without: for the log, if the run begins with random weights.
         """
@@ -159,28 +158,37 @@ class Run:
             return
         self.watchdog.set_up("first weights")
         if self.encoder is not None:
-            path = self.encoder.path
-            self.note(f"encoder from {path}: {load(path)}", *self.encoder.warnings())
+            self.note(f"encoder from {self.encoder.path}: {load(weights)}", *self.encoder.warnings())
         elif note_without:
             self.note(note_without)
 
-    def pixel_statistics(self, images: Images) -> Statistics:
-        """Returns the pixel statistics that the run normalises with: see `util.data.statistics`."""
+    def pixel_statistics(
+        self, images: Images, encoder: Mapping[str, Any], rgb_bands: Sequence[int] | None
+    ) -> Statistics:
+        """Returns the pixel statistics that the run normalises with: see `util.data.statistics`.
+
+        encoder: pixel settings of the first weights. rgb_bands: which bands hold red, green and blue for them, if they
+        are for RGB and the images have other bands.
+        """
         candidates = []
-        encoder: dict[str, Any] = {}
         if self.resumed is not None:
             candidates.append(self.resumed.pixel_settings)
             refuse_other_format(candidates[0], self.resumed.settings["in_chans"], images.pixel_format)
-        elif self.encoder is not None:
-            encoder = checkpoint.read_info(self.encoder.path).pixel_settings
-            candidates.append(encoder)
-            if declares_invalid(encoder):
-                from util.data.invalid_pixels import note_on_encoder
+        elif encoder and not rgb_bands:
+            candidates.append(dict(encoder))
+        if declares_invalid(encoder):
+            from util.data.invalid_pixels import note_on_encoder
 
-                self.note(*note_on_encoder(encoder, vars(self.args)))
-        statistics, notes = statistics_of((self.args.mean, self.args.std), candidates, images)
+            self.note(*note_on_encoder(encoder, vars(self.args)))
+        given = (self.args.mean, self.args.std)
+        statistics, notes = statistics_of(given, candidates, images)
         if statistics == (encoder.get("mean"), encoder.get("std")) != IMAGENET:
             self.note("note: pixel mean and deviation are those of the encoder")
+        of_rgb = find_statistics(encoder, RGB8)
+        has_8_bits = images.pixel_format.dtype == "uint8" and encoder.get("pixels") in (None, "uint8")
+        if rgb_bands and of_rgb and self.resumed is None and given == (None, None) and has_8_bits:
+            statistics = keep_colors(of_rgb, statistics, rgb_bands)
+            self.note("note: red, green and blue keep the mean and deviation of the encoder")
         self.note(*notes)
         self.watchdog.set_up("model")
         return statistics
