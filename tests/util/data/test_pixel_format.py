@@ -19,9 +19,8 @@ from util.data.loader import Loader
 from util.data.open import open_images
 from util.data.padded_crop import PaddedCropFlip
 from util.data.pixel_format import RGB8, FormatError, PixelFormat, read_header
-from util.data.statistics import measure_statistics, refuse_other_format, statistics_of
+from util.data.statistics import measure_statistics
 from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop, resize
-from util.run.files.record import CheckpointInfo
 
 tifffile = pytest.importorskip("tifffile")
 
@@ -451,45 +450,6 @@ def test_statistics_equal_a_loop_in_float64(tmp_path, monkeypatch, dtype, number
     assert count == len(chosen)
     np.testing.assert_allclose(mean, values.mean(axis=0), rtol=1e-12)
     np.testing.assert_allclose(std, values.std(axis=0), rtol=1e-9)
-
-
-def choose(images, stored=None, mean=None, std=None):
-    """Chooses the statistics of a run. stored: what the checkpoint says that it resumes or begins with."""
-    candidates = []
-    if stored is not None:
-        candidates.append(CheckpointInfo.from_json(stored, "").pixel_settings)
-    return statistics_of((mean, std), candidates, images)
-
-
-@pytest.fixture
-def bands(tmp_path):
-    """Three images of two channels of 16 bits."""
-    arrays = [pixels(2, "uint16", seed=i) for i in range(3)]
-    return open_images("folder", save_arrays(tmp_path / "bands", *arrays), in_chans=2)
-
-
-SETTINGS = {"in_chans": 2, "mean": [0.3, 0.4], "std": [0.1, 0.1]}
-RUN = {"settings": SETTINGS, "pixels": "uint16"}
-
-
-def test_which_statistics_a_run_takes(bands, photos):
-    measured = measure_statistics(bands).statistics
-    rgb = open_images("folder", photos)
-    assert choose(bands)[0] == measured
-    statistics, remarks = choose(rgb)
-    assert statistics == ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
-    assert remarks == []
-    statistics, _ = choose(bands, mean=[0.1, 0.2])
-    assert statistics == ([0.1, 0.2], measured[1])
-    statistics, remarks = choose(bands, RUN)
-    assert statistics == ([0.3, 0.4], [0.1, 0.1])
-    assert remarks == []
-    settings = CheckpointInfo.from_json(RUN, "").pixel_settings
-    refuse_other_format(settings, 2, bands.pixel_format)
-    with pytest.raises(ValueError, match="uint16"):
-        refuse_other_format(settings, 2, rgb.pixel_format)
-    with pytest.raises(ValueError, match="--mean"):
-        choose(bands, mean=[1000.0, 0.1])
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "float32"])

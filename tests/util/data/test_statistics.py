@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests.util.data.test_pixel_format import choose, pixels, save_arrays
+from tests.util.data.test_pixel_format import pixels, save_arrays
 from util.data.open import open_images
 from util.data.pixel_format import RGB8, PixelFormat
-from util.data.statistics import measure_statistics, normalizer
+from util.data.statistics import measure_statistics, normalizer, refuse_other_format, statistics_of
 from util.run.files.record import CheckpointInfo
 
 MEAN = [0.485, 0.456, 0.406]
@@ -28,6 +28,14 @@ def test_rgb_is_normalised_by_imagenet_s_statistics_if_none_are_known():
 def test_other_images_need_statistics(pixel_format):
     with pytest.raises(ValueError, match="--mean and --std"):
         normalizer(UNKNOWN, pixel_format)
+
+
+def choose(images, stored=None, mean=None, std=None):
+    """Chooses the statistics of a run. stored: what the checkpoint says that it resumes or begins with."""
+    candidates = []
+    if stored is not None:
+        candidates.append(CheckpointInfo.from_json(stored, "").pixel_settings)
+    return statistics_of((mean, std), candidates, images)
 
 
 def open_arrays(folder, dtype="uint16", num_channels=2):
@@ -77,3 +85,13 @@ def test_given_statistics_win_and_need_no_measurement(tmp_path):
     assert choose(images, mean=given) == ((given, measured[1]), choose(images)[1])
     assert choose(images, mean=given, std=given) == ((given, given), [])
     assert choose(images, STORED, mean=given) == ((given, [0.125, 0.25]), [])
+    with pytest.raises(ValueError, match="--mean"):
+        choose(images, mean=[1000.0, 0.1])
+
+
+@pytest.mark.parametrize("pixel_format", [FLOATS, RGB8, PixelFormat(4, "uint16")])
+def test_a_resumed_run_has_images_of_its_format(pixel_format):
+    settings = CheckpointInfo.from_json(STORED, "").pixel_settings
+    refuse_other_format(settings, 2, PixelFormat(2, "uint16"))
+    with pytest.raises(ValueError, match="2 channels of uint16"):
+        refuse_other_format(settings, 2, pixel_format)
