@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,28 +19,8 @@ from prmim import (
     TokenOrderSampler,
     count_visible,
 )
+from util.flag import Flag
 from util.tokens import counted_tokens, fill_invalid
-
-if TYPE_CHECKING:
-    from util.run.cli import Change
-
-
-@dataclass(frozen=True)
-class Flag:
-    """A command-line flag of a framework: an argument of its constructor, and an attribute of the model that holds it.
-
-    type: `bool` makes a switch. required: whether a run needs it. changes: what another value changes, see
-    `util.run.cli.Change`. names_file: its attribute has `source`, the path or name; `fingerprint`, which checkpoints
-    record, because files may move but must not change; and `origin`, a sentence for the log.
-    """
-
-    name: str
-    help: str
-    type: type = str
-    choices: tuple[str, ...] | None = None
-    required: bool = False
-    names_file: bool = False
-    changes: "Change" = "results"
 
 
 @dataclass(frozen=True)
@@ -291,15 +271,19 @@ def weights_in(content: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 DECODER_FLAGS = (  # of MAE, MFF and CrossMAE, whose constructors use `decoder_heads`
-    Flag("decoder_depth", "blocks of the decoder (default: the model's)", int),
-    Flag("decoder_embed_dim", "width of the decoder (default: the model's)", int),
-    Flag("decoder_num_heads", "heads of a decoder block (default: one per 32 channels)", int),
-    Flag("mask_unit", "side, in tokens, of the squares that are masked (default: 1)", int),
+    Flag("decoder_depth", int, help="blocks of the decoder (default: the model's)"),
+    Flag("decoder_embed_dim", int, help="width of the decoder (default: the model's)"),
+    Flag("decoder_num_heads", int, help="heads of a decoder block (default: one per 32 channels)"),
+    Flag("mask_unit", int, help="side, in tokens, of the squares that are masked (default: 1)"),
 )
 
 TOKEN_FLAGS = (  # of MAE and MFF
-    Flag("num_cls_tokens", "class tokens of encoder and decoder (default: 1)", int),
-    Flag("learned_pos_embed", "train the positions of encoder and decoder (default: frozen sine-cosine tables)", bool),
+    Flag("num_cls_tokens", int, help="class tokens of encoder and decoder (default: 1)"),
+    Flag(
+        "learned_pos_embed",
+        bool,
+        help="train the positions of encoder and decoder (default: frozen sine-cosine tables)",
+    ),
 )
 
 

@@ -33,16 +33,20 @@ from util.evaluate import robustness
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.loop import EvalContext
 from util.evaluate.results import Evaluation, accuracy_text
-from util.run.cli import FlagGroup, Parser, run_program
+from util.flag import Flag
+from util.run.cli import Parser, run_program
 from util.run.start.flags import (
-    add_all_valid_flag,
-    add_data_flags,
-    add_eval_split_flag,
-    add_invalid_flags,
-    add_optimisation_flags,
-    add_pixel_flags,
-    add_repeat_flag,
-    add_run_flags,
+    DATA_FLAGS,
+    FINETUNE_FLAG,
+    INVALID_FLAGS,
+    OPTIMISATION_FLAGS,
+    PIXEL_FLAGS,
+    RECIPE_FLAG,
+    REPEAT_FLAG,
+    SIZE_FLAGS,
+    all_valid_flag,
+    eval_split_flag,
+    run_flags,
 )
 from util.run.start.plan import Plan, check_repeats, schedule_by_epochs
 from util.run.start.run import Run, RunFacts
@@ -53,182 +57,123 @@ from util.text import count_of
 PROGRAM = "main_finetune.py"
 
 
-def get_args_parser() -> Parser:
-    """Returns the parser of all flags."""
-    parser = Parser(PROGRAM, description=__doc__)
-    boolean = argparse.BooleanOptionalAction
-    parser.add_argument(
-        "--recipe",
-        everyday=True,
-        metavar="NAME",
-        changes="nothing",  # by itself: the values that it sets are compared
-        help="set defaults from recipes.py, or `list` them; explicit flags win",
-    )
-    parser.add_argument(
-        "--eval",
+TASK_FLAGS = (
+    RECIPE_FLAG,
+    Flag(
+        "eval",
+        bool,
+        False,
+        "only evaluate the classifier at --resume on --eval_split",
         everyday=True,
         changes="nothing",
-        action=boolean,
-        default=False,
-        help="only evaluate the classifier at --resume on --eval_split",
-    )
-
-    parser.add_argument(
-        "--eval_set",
-        choices=robustness.EVAL_SETS,
-        changes="nothing",
+    ),
+    Flag(
+        "eval_set",
         help="with --eval: --data_path is this published test set of ImageNet classifiers",
-    )
-
-    data = parser.add_argument_group("data")
-    add_data_flags(data)
-    add_repeat_flag(data)
-    add_pixel_flags(data)
-    add_invalid_flags(data)
-    add_all_valid_flag(data, "with --eval: ")
-    add_eval_split_flag(data, "with --eval: ")
-    add_augmentation_flags(parser.add_argument_group("augmentation"))
-
-    add_model_flags(parser.add_argument_group("model"))
-    optimisation = parser.add_argument_group("optimisation")
-    add_optimisation_flags(optimisation)
-    tuning = optimisation.add_argument
-    tuning("--optimizer", choices=("adamw", "lars"), help="default: adamw; lars for linear probing")
-    tuning(
-        "--layer_decay",
-        everyday=True,
-        type=float,
-        above=0,
-        at_most=1,
-        help="factor on the learning rate from each layer to the one before it",
-    )
-    tuning(
-        "--cls_token_layer_decay",
-        action=boolean,
-        default=True,
-        help="give the class token the first layer's learning rate; off (TEC): the head's",
-    )
-
-    evaluation = parser.add_argument_group("evaluation").add_argument
-    evaluation(
-        "--eval_every",
-        everyday=True,
         changes="nothing",
-        type=int,
-        default=1,
-        at_least=1,
-        help="epochs between evaluations; the last epoch is always evaluated",
-    )
-    evaluation(
-        "--crop_pct", type=float, help="val images are resized to input_size / crop_pct (default: .875; 1 above 224 px)"
-    )
+        choices=robustness.EVAL_SETS,
+    ),
+)
 
-    add_run_flags(parser.add_argument_group("run"))
-    parser.set_defaults(output_dir="output/finetune", **FINETUNE_DEFAULTS)
-    return parser
+IMAGES_OF_EVAL = (all_valid_flag("with --eval: "), eval_split_flag("with --eval: "))
 
+AUGMENTATION_FLAGS = (
+    Flag("aa", help="timm's RandAugment policy, or none", everyday=True),
+    Flag("color_jitter", float, help="strength of colour jitter; not with --aa", at_least=0),
+    Flag("smoothing", float, help="label smoothing", at_least=0, at_most=1),
+    Flag("reprob", float, help="probability of random erasing", at_least=0, at_most=1),
+    Flag("remode", str, "pixel", "content of the erased box", choices=("pixel", "rand", "const")),
+    Flag("recount", int, 1, "largest number of erased boxes; each image draws from 1 to it", at_least=1),
+    Flag("mixup", float, help="alpha of mixup; 0: off", everyday=True, at_least=0),
+    Flag("cutmix", float, help="alpha of cutmix; 0: off", everyday=True, at_least=0),
+    Flag("mixup_prob", float, 1.0, "probability that a batch is mixed", at_least=0, at_most=1),
+    Flag("mixup_switch_prob", float, 0.5, "probability of cutmix if both are on", at_least=0, at_most=1),
+    Flag("mixup_mode", str, "batch", "what shares one mixing ratio", choices=("batch", "pair", "elem")),
+    Flag("clip_crop", bool, help="one try per crop, clipped to the image: MAE's linear probing; not with --aa"),
+)
 
-def add_model_flags(group: FlagGroup) -> None:
-    """Adds the classifier, its first weights, and which of its parts are trained."""
-    model = group.add_argument
-    boolean = argparse.BooleanOptionalAction
-    model("--model", everyday=True, default="vit_base_patch16", choices=MODELS, help="encoder and size")
-    model(
-        "--finetune",
-        everyday=True,
-        changes="nothing",  # the path: the identity of the first weights is compared
-        help="pre-trained encoder: a checkpoint or a run's folder (default: train from scratch)",
-    )
-    model("--first_release_merging", action=boolean, default=False, help="--finetune is one of GreenMIM's public files")
-    model(
-        "--input_size",
-        everyday=True,
-        type=int,
-        nargs="+",
-        help="image side in pixels, or height and width (default: the model's)",
-    )
-    model("--patch_size", everyday=True, type=int, help="patch side in pixels (default: the model's)")
-    model(
-        "--trainable_blocks",
-        everyday=True,
-        type=int,
-        at_least=0,
+MODEL_FLAGS = (
+    Flag("model", str, "vit_base_patch16", "encoder and size", everyday=True, choices=MODELS),
+    FINETUNE_FLAG,
+    Flag("first_release_merging", bool, False, "--finetune is one of GreenMIM's public files"),
+    *SIZE_FLAGS,
+    Flag(
+        "trainable_blocks",
+        int,
         help="train the head and this many last blocks; 0: linear probing (default: all)",
-    )
-    model(
-        "--global_pool",
+        everyday=True,
+        at_least=0,
+    ),
+    Flag(
+        "global_pool",
+        help="input of the head (default: avg; token for linear probing)",
         everyday=True,
         choices=("avg", "token"),
-        help="input of the head (default: avg; token for linear probing)",
-    )
-    model(
-        "--train_pos_embed",
-        action=boolean,
-        default=True,
-        help="train the position table; off (TEC): keep it as it was pre-trained",
-    )
-    model(
-        "--cls_token_mlp",
-        action=boolean,
-        default=False,
-        help="train the MLP on TEC's class token; off: fold it into the token",
-    )
-    model(
-        "--drop_path",
+    ),
+    Flag("train_pos_embed", bool, True, "train the position table; off (TEC): keep it as it was pre-trained"),
+    Flag("cls_token_mlp", bool, False, "train the MLP on TEC's class token; off: fold it into the token"),
+    Flag(
+        "drop_path",
+        float,
+        help="drop path rate of the last block; it grows linearly from 0",
         everyday=True,
-        type=float,
+        metavar="RATE",
         at_least=0,
         below=1,
-        metavar="RATE",
-        help="drop path rate of the last block; it grows linearly from 0",
-    )
-    model(
-        "--nb_classes",
-        type=int,
-        at_least=1,
-        help="number of classes (default: inferred from the data; error on mismatch)",
-    )
+    ),
+    Flag("nb_classes", int, help="number of classes (default: inferred from the data; error on mismatch)", at_least=1),
+)
 
-
-def add_augmentation_flags(group: FlagGroup) -> None:
-    """Adds RandAugment, random erasing, mixup and cutmix, label smoothing."""
-    flag = group.add_argument
-    flag("--aa", everyday=True, help="timm's RandAugment policy, or none")
-    flag("--color_jitter", type=float, at_least=0, help="strength of colour jitter; not with --aa")
-    flag("--smoothing", type=float, at_least=0, at_most=1, help="label smoothing")
-    flag("--reprob", type=float, at_least=0, at_most=1, help="probability of random erasing")
-    flag("--remode", default="pixel", choices=("pixel", "rand", "const"), help="content of the erased box")
-    flag(
-        "--recount",
-        type=int,
-        default=1,
-        at_least=1,
-        help="largest number of erased boxes; each image draws from 1 to it",
-    )
-    flag("--mixup", everyday=True, type=float, at_least=0, help="alpha of mixup; 0: off")
-    flag("--cutmix", everyday=True, type=float, at_least=0, help="alpha of cutmix; 0: off")
-    flag("--mixup_prob", type=float, default=1.0, at_least=0, at_most=1, help="probability that a batch is mixed")
-    flag(
-        "--mixup_switch_prob",
-        type=float,
-        default=0.5,
-        at_least=0,
+OPTIMIZER_FLAGS = (
+    Flag("optimizer", help="default: adamw; lars for linear probing", choices=("adamw", "lars")),
+    Flag(
+        "layer_decay",
+        float,
+        help="factor on the learning rate from each layer to the one before it",
+        everyday=True,
         at_most=1,
-        help="probability of cutmix if both are on",
-    )
-    flag("--mixup_mode", default="batch", choices=("batch", "pair", "elem"), help="what shares one mixing ratio")
-    flag(
-        "--clip_crop",
-        action=argparse.BooleanOptionalAction,
-        help="one try per crop, clipped to the image: MAE's linear probing; not with --aa",
-    )
+        above=0,
+    ),
+    Flag(
+        "cls_token_layer_decay",
+        bool,
+        True,
+        "give the class token the first layer's learning rate; off (TEC): the head's",
+    ),
+)
+
+EVALUATION_FLAGS = (
+    Flag(
+        "eval_every",
+        int,
+        1,
+        "epochs between evaluations; the last epoch is always evaluated",
+        everyday=True,
+        changes="nothing",
+        at_least=1,
+    ),
+    Flag("crop_pct", float, help="val images are resized to input_size / crop_pct (default: .875; 1 above 224 px)"),
+)
+
+
+def get_args_parser() -> Parser:
+    """Returns the parser of all flags."""
+    parser = Parser(PROGRAM, __doc__, *TASK_FLAGS)
+    parser.add_flags("data", *DATA_FLAGS, REPEAT_FLAG, *PIXEL_FLAGS, *INVALID_FLAGS, *IMAGES_OF_EVAL)
+    parser.add_flags("augmentation", *AUGMENTATION_FLAGS)
+    parser.add_flags("model", *MODEL_FLAGS)
+    parser.add_flags("optimisation", *OPTIMISATION_FLAGS, *OPTIMIZER_FLAGS)
+    parser.add_flags("evaluation", *EVALUATION_FLAGS)
+    parser.add_flags("run", *run_flags())
+    parser.set_defaults(output_dir="output/finetune", **FINETUNE_DEFAULTS)
+    return parser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
     """Returns (parser, flags). Linear probing has other defaults; a recipe and explicit flags win over both."""
     parser = get_args_parser()
     parser.read(argv, FINETUNE_RECIPES)
-    trainable_blocks = parser.value("trainable_blocks")
+    trainable_blocks = parser.values["trainable_blocks"]
     is_probe = trainable_blocks == 0
     if parser.recipe and (parser.recipe.get("trainable_blocks") == 0) != is_probe:
         probes = ", ".join(name for name in FINETUNE_RECIPES if "linprobe" in name)

@@ -16,9 +16,9 @@ import torch
 import monitor
 from encoders.load import FirstWeights, load_blocks, read_first
 from engine_pretrain import forward_backward, train_one_epoch, update
-from framework import Flag, Framework, PixelFramework
+from framework import Framework, PixelFramework
 from frameworks.hooks.pictures import Pictures
-from frameworks.registry import MODELS, build_model, check_own_flags, class_of
+from frameworks.registry import MODELS, build_model, check_files, class_of
 from prmim import AGGREGATION, SAMPLING, SpatialAggregation
 from recipes import RECIPES
 from util import collectives
@@ -27,14 +27,17 @@ from util.data.datasets import AddressedDataset
 from util.data.images import note_on_small_images
 from util.data.open import open_everywhere
 from util.data.statistics import Statistics
-from util.run.cli import FlagGroup, Parser, early_value, parse_with_recipe, run_program
+from util.flag import Flag
+from util.run.cli import Parser, early_values, parse_with_recipe, run_program
 from util.run.start.flags import (
-    add_data_flags,
-    add_invalid_flags,
-    add_optimisation_flags,
-    add_pixel_flags,
-    add_repeat_flag,
-    add_run_flags,
+    DATA_FLAGS,
+    INVALID_FLAGS,
+    OPTIMISATION_FLAGS,
+    PIXEL_FLAGS,
+    RECIPE_FLAG,
+    REPEAT_FLAG,
+    SIZE_FLAGS,
+    run_flags,
 )
 from util.run.start.plan import Plan, check_repeats, schedule_by_epochs
 from util.run.start.run import Run, RunFacts
@@ -48,156 +51,100 @@ MODEL = "mae_vit_base_patch16"
 BLR = 1.5e-4  # per 256 images; MAE's, for a total batch of 4096 and 800 epochs
 FEW_STEPS = 688  # of the shortest pre-training that was seen to help: that of scripts/quickstart.sh
 
+IMAGE_FLAGS = (
+    *DATA_FLAGS,
+    REPEAT_FLAG,
+    *PIXEL_FLAGS,
+    *INVALID_FLAGS,
+    Flag(
+        "crop",
+        str,
+        "resized",
+        "resized: a random resized crop, as in MAE; padded: MFF's",
+        choices=("resized", "padded"),
+    ),
+    Flag("interpolation", str, "bicubic", "interpolation of the crop", choices=("bicubic", "bilinear")),
+)
+
+METHOD_FLAGS = (
+    Flag("model", str, MODEL, "framework and size, which may have more flags", everyday=True, choices=MODELS),
+    *SIZE_FLAGS,
+    Flag(
+        "drop_path",
+        float,
+        help="drop path rate of the encoder's last block; it grows linearly from 0 (default: the model's)",
+        metavar="RATE",
+        at_least=0,
+        below=1,
+    ),
+    # the path: the identity of the first weights is compared
+    Flag(
+        "pretrained",
+        help="start from these weights: a checkpoint or a run's folder (default: random weights)",
+        everyday=True,
+        changes="nothing",
+    ),
+    Flag(
+        "trainable_blocks",
+        int,
+        help="train this many last blocks of the encoder, and the decoder; needs --pretrained (default: all)",
+        at_least=0,
+    ),
+    Flag(
+        "decoder_warmup_epochs",
+        int,
+        0,
+        "epochs at the start in which the encoder of --pretrained stays as it is",
+        at_least=0,
+    ),
+    Flag("mask_ratio", float, 0.75, "share of all tokens that are masked", everyday=True),
+    Flag("throw_ratio", float, 0.5, "share of all tokens that are thrown; 0: the original framework", everyday=True),
+    Flag("progressive", bool, True, "reconstruct thrown tokens; --no-progressive: leave them out", everyday=True),
+    Flag("sampling", str, "furthest", "how the retained tokens are chosen", everyday=True, choices=SAMPLING),
+    Flag("aggregation", str, "dwconv", "what reconstructs the thrown tokens", everyday=True, choices=AGGREGATION),
+    Flag("kernel_size", int, 7, "kernel size of the aggregation, odd"),
+    Flag("applies_to", str, "thrown", "tokens the aggregation replaces", choices=SpatialAggregation.APPLIES_TO),
+    Flag("norm_pix_loss", bool, True, "normalise the target pixels of each patch", everyday=True),
+)
+
+RUN_FLAGS = (
+    Flag(
+        "cuda_graph",
+        bool,
+        False,
+        "launch a step as CUDA graphs, for hosts that are too slow for its kernels (on an H100 a ViT-S was 3 "
+        "times as fast); one GPU, one shape of batches",
+        changes="rounding",
+    ),
+    Flag(
+        "picture_every",
+        int,
+        10,
+        "epochs between pictures of reconstructions, in the folder of the run and in TensorBoard; 0: none",
+        changes="nothing",
+        at_least=0,
+    ),
+)
+
 
 def get_args_parser(model: str = MODEL, by_attention: bool = False) -> Parser:
     """Returns the parser of a run with this model, perhaps with sampling by attention: both have flags of their own."""
-    parser = Parser(PROGRAM, description=__doc__)
-    parser.add_argument(
-        "--recipe",
-        everyday=True,
-        metavar="NAME",
-        changes="nothing",  # by itself: the values that it sets are compared
-        help="set defaults from recipes.py, or `list` them; explicit flags win",
-    )
-
-    add_image_flags(parser.add_argument_group("data"))
-    add_method_flags(parser.add_argument_group("model and method"))
+    parser = Parser(PROGRAM, __doc__, RECIPE_FLAG)
+    parser.add_flags("data", *IMAGE_FLAGS)
+    parser.add_flags("model and method", *METHOD_FLAGS)
     if by_attention:
         from frameworks.hooks import attention_phases
 
-        attention_phases.add_flags(parser.add_argument_group("only for --sampling attention"))
-
-    optimisation = parser.add_argument_group("optimisation")
-    add_optimisation_flags(optimisation)
-    optimisation.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95), help="betas of AdamW")
-
-    run = parser.add_argument_group("run")
-    add_run_flags(run)
-    run.add_argument(
-        "--cuda_graph",
-        changes="rounding",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="launch a step as CUDA graphs, for hosts that are too slow for its kernels (on an H100 a ViT-S was 3 "
-        "times as fast); one GPU, one shape of batches",
-    )
-    run.add_argument(
-        "--picture_every",
-        changes="nothing",
-        type=int,
-        default=10,
-        at_least=0,
-        help="epochs between pictures of reconstructions, in the folder of the run and in TensorBoard; 0: none",
-    )
-    monitor.add_flags(run)
+        parser.add_flags("only for --sampling attention", *attention_phases.FLAGS)
+    parser.add_flags("optimisation", *OPTIMISATION_FLAGS, Flag("betas", float, (0.9, 0.95), "betas of AdamW", nargs=2))
+    parser.add_flags("run", *run_flags(), *RUN_FLAGS, *monitor.FLAGS)
     if model in MODELS:
-        add_framework_flags(parser, model)
+        framework = class_of(model)
+        parser.add_flags(f"only for some models, as {model}", *framework.flags)
+        if framework.shared_visible:  # by all images of a micro-batch
+            parser.changes["batch_size"] = "results"
     parser.set_defaults(warmup_epochs=40, blr=BLR, min_lr=0.0, crop_scale=(0.2, 1.0), output_dir="output/pretrain")
     return parser
-
-
-def add_method_flags(group: FlagGroup) -> None:
-    """Adds the model, its first weights and what PR-MIM does with it."""
-    method = group.add_argument
-    boolean = argparse.BooleanOptionalAction
-    method(
-        "--model", everyday=True, default=MODEL, choices=MODELS, help="framework and size, which may have more flags"
-    )
-    method(
-        "--input_size",
-        everyday=True,
-        type=int,
-        nargs="+",
-        help="image side in pixels, or height and width (default: the model's)",
-    )
-    method("--patch_size", everyday=True, type=int, help="patch side in pixels (default: the model's)")
-    method(
-        "--drop_path",
-        type=float,
-        at_least=0,
-        below=1,
-        metavar="RATE",
-        help="drop path rate of the encoder's last block; it grows linearly from 0 (default: the model's)",
-    )
-    method(
-        "--pretrained",
-        everyday=True,
-        changes="nothing",  # the path: the identity of the first weights is compared
-        help="start from these weights: a checkpoint or a run's folder (default: random weights)",
-    )
-    method(
-        "--trainable_blocks",
-        type=int,
-        at_least=0,
-        help="train this many last blocks of the encoder, and the decoder; needs --pretrained (default: all)",
-    )
-    method(
-        "--decoder_warmup_epochs",
-        type=int,
-        default=0,
-        at_least=0,
-        help="epochs at the start in which the encoder of --pretrained stays as it is",
-    )
-    method("--mask_ratio", everyday=True, type=float, default=0.75, help="share of all tokens that are masked")
-    method(
-        "--throw_ratio",
-        everyday=True,
-        type=float,
-        default=0.5,
-        help="share of all tokens that are thrown; 0: the original framework",
-    )
-    method(
-        "--progressive",
-        everyday=True,
-        action=boolean,
-        default=True,
-        help="reconstruct thrown tokens; --no-progressive: leave them out",
-    )
-    method("--sampling", everyday=True, default="furthest", choices=SAMPLING, help="how the retained tokens are chosen")
-    method(
-        "--aggregation",
-        everyday=True,
-        default="dwconv",
-        choices=AGGREGATION,
-        help="what reconstructs the thrown tokens",
-    )
-    method("--kernel_size", type=int, default=7, help="kernel size of the aggregation, odd")
-    method(
-        "--applies_to", default="thrown", choices=SpatialAggregation.APPLIES_TO, help="tokens the aggregation replaces"
-    )
-    method(
-        "--norm_pix_loss", everyday=True, action=boolean, default=True, help="normalise the target pixels of each patch"
-    )
-
-
-def add_image_flags(data: FlagGroup) -> None:
-    """Adds data source, channels and augmentation."""
-    add_data_flags(data)
-    add_repeat_flag(data)
-    add_pixel_flags(data)
-    add_invalid_flags(data)
-    data.add_argument(
-        "--crop",
-        default="resized",
-        choices=("resized", "padded"),
-        help="resized: a random resized crop, as in MAE; padded: MFF's",
-    )
-    data.add_argument(
-        "--interpolation", default="bicubic", choices=("bicubic", "bilinear"), help="interpolation of the crop"
-    )
-
-
-def add_framework_flags(parser: Parser, model: str) -> None:
-    """Adds the flags that a model's framework has of its own. ValueError if all models have a flag of this name."""
-    own: tuple[Flag, ...] = class_of(model).flags
-    group = parser.add_argument_group(f"only for some models, as {model}")
-    for flag in own:
-        if flag.name in parser.rules:
-            raise ValueError(f"--{flag.name} of {model} has the name of a flag of all models: give it another name")
-        kind: dict[str, Any] = {"type": flag.type, "choices": flag.choices}
-        if flag.type is bool:
-            kind = {"action": argparse.BooleanOptionalAction}
-        group.add_argument(f"--{flag.name}", changes=flag.changes, per_process=flag.names_file, help=flag.help, **kind)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
@@ -205,14 +152,12 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
 
     Model and sampling are read first, because they decide which flags there are.
     """
-    recipe = RECIPES.get(early_value(argv, "recipe") or "", {})
-    model = early_value(argv, "model") or str(recipe.get("model", MODEL))
-    by_attention = "attention" in (early_value(argv, "sampling"), recipe.get("sampling"))
+    given = early_values(argv, "recipe", "model", "sampling")
+    recipe = RECIPES.get(given.get("recipe", ""), {})
+    model = given.get("model", str(recipe.get("model", MODEL)))
+    by_attention = "attention" in (given.get("sampling"), recipe.get("sampling"))
     parser = get_args_parser(model, by_attention)
-    args = parse_with_recipe(parser, RECIPES, argv)
-    if class_of(args.model).shared_visible:  # by all images of a micro-batch
-        parser.set_changes(batch_size="results")
-    return parser, args
+    return parser, parse_with_recipe(parser, RECIPES, argv)
 
 
 def unused_flags(args: argparse.Namespace) -> dict[str, str]:
@@ -308,7 +253,7 @@ def check_flags(args: argparse.Namespace, plan: Plan, given: Set[str]) -> None:
     given: names of the flags of the command.
     """
     check_repeats(args, plan.batch_size)
-    check_own_flags(vars(args))
+    check_files(vars(args))
     if args.vflip and args.sampling == "attention":
         raise ValueError("--vflip does not go with --sampling attention, whose maps are mirrored left to right alone")
     with torch.device("meta"):

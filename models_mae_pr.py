@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from framework import DECODER_FLAGS, TOKEN_FLAGS, Flag, PixelFramework, decoder_heads, rename_prefixes
+from framework import DECODER_FLAGS, TOKEN_FLAGS, PixelFramework, decoder_heads, rename_prefixes
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, TINY, ViTEncoder
 from prmim import ProgressiveDecoder, TokenOrder
+from util.flag import Flag
 
 __all__ = [
     "MaskedAutoencoderViT",

@@ -227,7 +227,7 @@ def check_divisible(height: int, width: int, patch_size: int) -> None:
     near_height = max(1, round(height / step)) * step
     near_width = max(1, round(width / step)) * step
     raise ValueError(
-        f"img_size {height} x {width} is not divisible by patch_size {patch_size}; "
+        f"input_size {height} x {width} is not divisible by patch_size {patch_size}; "
         f"the nearest size that is: {near_height} x {near_width}"
     )
 

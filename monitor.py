@@ -27,34 +27,32 @@ from util.evaluate.knn import KnnProtocol, knn_accuracy
 from util.evaluate.loop import context_of_training
 from util.evaluate.moments import Moments, moments_of_all
 from util.evaluate.results import accuracy_text
-from util.run.cli import FlagGroup
+from util.flag import Flag
 from util.run.train.training import Training
 from util.text import count_of
 
 MAX_QUERIES = 10_000
 KNN_NEIGHBOURS = 20
 
-
-def add_flags(group: FlagGroup) -> None:
-    """Adds the flags of the evaluation."""
-    flag = group.add_argument
-    flag(
-        "--knn_every",
+FLAGS = (
+    Flag(
+        "knn_every",
+        int,
+        0,
+        "epochs between kNN accuracies and RankMe of the encoder; 0: none",
         everyday=True,
         changes="nothing",
-        type=int,
-        default=0,
         at_least=0,
-        help="epochs between kNN accuracies and RankMe of the encoder; 0: none",
-    )
-    flag(
-        "--knn_train",
+    ),
+    Flag(
+        "knn_train",
+        int,
+        50_000,
+        "number of training images that serve as neighbours; 0: all",
         changes="nothing",
-        type=int,
-        default=50_000,
         at_least=0,
-        help="number of training images that serve as neighbours; 0: all",
-    )
+    ),
+)
 
 
 def encode(model: Framework, imgs: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 import submitit
 
 from util.code_version import code_version, source_files, source_hash, write_version
+from util.flag import Flag
 from util.run.cli import FINAL, PROGRESS, TEMPORARY, Parser, end_if_others_wait, run_program
 from util.urls import redact
 
@@ -120,54 +121,53 @@ def slurm_state(job_id: str) -> str | None:
     return query.stdout.strip()
 
 
-def get_args_parser() -> Parser:
-    parser = Parser("submitit_launch.py", description=__doc__)
-    boolean = argparse.BooleanOptionalAction
-    parser.add_argument("main", choices=MAINS, help="program to run")
-    parser.add_argument("argv", nargs=argparse.REMAINDER, help="flags of the main")
-    flag = parser.add_argument_group("submission").add_argument
-    flag(
-        "--cluster",
-        default="slurm",
-        choices=("slurm", "local", "debug"),
-        help="local: on this machine; debug: in this process",
-    )
-    flag("--wait", action=boolean, default=False, help="wait until the job has ended, as --cluster debug always does")
-    flag("--dry_run", action=boolean, default=False, help="print what would be submitted")
-    flag("--name", help="name of the job (default: name of the run's folder)")
-    flag("--comment", help="comment of the job")
-    flag = parser.add_argument_group("resources").add_argument
-    flag("--nodes", type=int, default=1, at_least=1, help="number of nodes")
-    flag("--gpus_per_node", type=int, default=8, at_least=0, help="number of GPUs per node; 0: CPU only")
-    flag("--tasks_per_node", type=int, at_least=1, help="number of processes per node (default: one per GPU)")
-    flag("--cpus_per_task", type=int, default=16, at_least=1, help="CPUs per process, as SLURM counts them")
-    flag("--mem_gb", type=float, help="memory per node in GB (default: the partition's)")
-    flag = parser.add_argument_group("queue").add_argument
-    flag(
-        "--timeout_min",
-        type=int,
-        at_least=1,
-        help="time limit of one job in minutes (default: 1440 on SLURM, else none)",
-    )
-    flag(
-        "--signal_delay_s",
-        type=int,
-        default=300,
-        at_least=1,
-        help="seconds before the time limit at which the run is told to save",
-    )
-    flag("--partition", help="SLURM partition (default: the cluster's)")
-    flag("--account", help="account to charge (default: the user's)")
-    flag("--qos", help="quality of service (default: the account's)")
-    flag("--constraint", help="required features of the nodes")
-    flag("--dependency", help="condition under which the job starts, such as afterok:ID; cancelled if it cannot be met")
-    flag(
-        "--slurm",
-        action="append",
-        default=[],
+PROGRAM_FLAGS = (
+    Flag("main", help="program to run", positional=True, choices=MAINS),
+    Flag("argv", help="flags of the main", positional=True, nargs=argparse.REMAINDER),
+)
+
+SUBMISSION_FLAGS = (
+    Flag(
+        "cluster", str, "slurm", "local: on this machine; debug: in this process", choices=("slurm", "local", "debug")
+    ),
+    Flag("wait", bool, False, "wait until the job has ended, as --cluster debug always does"),
+    Flag("dry_run", bool, False, "print what would be submitted"),
+    Flag("name", help="name of the job (default: name of the run's folder)"),
+    Flag("comment", help="comment of the job"),
+)
+
+RESOURCE_FLAGS = (
+    Flag("nodes", int, 1, "number of nodes", at_least=1),
+    Flag("gpus_per_node", int, 8, "number of GPUs per node; 0: CPU only", at_least=0),
+    Flag("tasks_per_node", int, help="number of processes per node (default: one per GPU)", at_least=1),
+    Flag("cpus_per_task", int, 16, "CPUs per process, as SLURM counts them", at_least=1),
+    Flag("mem_gb", float, help="memory per node in GB (default: the partition's)"),
+)
+
+QUEUE_FLAGS = (
+    Flag("timeout_min", int, help="time limit of one job in minutes (default: 1440 on SLURM, else none)", at_least=1),
+    Flag("signal_delay_s", int, 300, "seconds before the time limit at which the run is told to save", at_least=1),
+    Flag("partition", help="SLURM partition (default: the cluster's)"),
+    Flag("account", help="account to charge (default: the user's)"),
+    Flag("qos", help="quality of service (default: the account's)"),
+    Flag("constraint", help="required features of the nodes"),
+    Flag("dependency", help="condition under which the job starts, such as afterok:ID; cancelled if it cannot be met"),
+    Flag(
+        "slurm",
+        str,
+        [],
+        "further option of sbatch, such as gres=gpu:h200:8, or exclusive= without a value; repeatable",
+        repeats=True,
         metavar="KEY=VALUE",
-        help="further option of sbatch, such as gres=gpu:h200:8, or exclusive= without a value; repeatable",
-    )
+    ),
+)
+
+
+def get_args_parser() -> Parser:
+    parser = Parser("submitit_launch.py", __doc__, *PROGRAM_FLAGS)
+    parser.add_flags("submission", *SUBMISSION_FLAGS)
+    parser.add_flags("resources", *RESOURCE_FLAGS)
+    parser.add_flags("queue", *QUEUE_FLAGS)
     return parser
 
 

@@ -17,17 +17,20 @@ from util.data.statistics import normalizer
 from util.data.transforms import Size
 from util.evaluate.results import Evaluation
 from util.evaluate.session import Session
-from util.run.cli import FlagGroup, Parser
+from util.flag import Flag
+from util.run.cli import Parser
 from util.run.files.record import INVALID_SETTINGS, without_marks
 from util.run.start.flags import (
-    add_all_valid_flag,
-    add_batch_flags,
-    add_hflip_flag,
-    add_invalid_flags,
-    add_loading_flags,
-    add_pixel_flags,
-    add_run_flags,
-    add_update_flags,
+    BATCH_FLAGS,
+    FINETUNE_FLAG,
+    HFLIP_FLAG,
+    INVALID_FLAGS,
+    LOADING_FLAGS,
+    PIXEL_FLAGS,
+    RECIPE_FLAG,
+    UPDATE_FLAGS,
+    all_valid_flag,
+    run_flags,
 )
 from util.run.start.plan import RunSchedule, check_same
 from util.run.start.run import Run
@@ -37,118 +40,102 @@ from util.text import count_of
 SIZES: dict[str, dict[str, Any]] = {
     name: getattr(models_vit, name).keywords for name in models_vit.__all__ if name.islower()
 }
-Groups = Mapping[str, FlagGroup]
 SomeImages = TypeVar("SomeImages", bound=EncodedImages)
 
 
 # ------------------------------------------------------------------------------------------------------------- flags
 
 
-def make_parser(program: str, description: str | None, defaults: Mapping[str, object]) -> tuple[Parser, Groups]:
-    """Returns the parser of the flags that all dense tasks have, and its groups, to which a task adds its own."""
-    parser = Parser(program, description=description)
-    boolean = argparse.BooleanOptionalAction
-    parser.add_argument(
-        "--recipe",
-        everyday=True,
-        metavar="NAME",
-        changes="nothing",  # by itself: the values that it sets are compared
-        help="set defaults from downstream/recipes.py, or `list` them; explicit flags win",
-    )
-    parser.add_argument(
-        "--eval",
+TASK_FLAGS = (
+    RECIPE_FLAG,
+    Flag(
+        "eval",
+        bool,
+        False,
+        "only evaluate the model at --resume on the validation images",
         everyday=True,
         changes="nothing",
-        action=boolean,
-        default=False,
-        help="only evaluate the model at --resume on the validation images",
-    )
-    names = ("data", "augmentation", "model", "optimisation", "evaluation", "run")
-    groups = {name: parser.add_argument_group(name) for name in names}
+    ),
+)
 
-    add_model_flags(groups["model"])
-    add_batch_flags(groups["optimisation"])
-    add_iteration_flags(groups["optimisation"])
-    add_update_flags(groups["optimisation"])
-
-    add_pixel_flags(groups["data"])
-    add_invalid_flags(groups["data"])
-    add_all_valid_flag(groups["data"], "with --eval: ")
-    add_loading_flags(groups["data"])
-    add_hflip_flag(groups["augmentation"])
-    evaluation = groups["evaluation"].add_argument
-    evaluation(
-        "--eval_every",
+MODEL_FLAGS = (
+    Flag("model", str, "vit_base_patch16", "size of the encoder", everyday=True, choices=SIZES),
+    FINETUNE_FLAG,
+    Flag("patch_size", int, help="patch side in pixels (default: the model's)", everyday=True, at_least=1),
+    Flag(
+        "drop_path",
+        float,
+        help="drop path rate of the last block; it grows linearly from 0",
         everyday=True,
-        changes="nothing",
-        type=int,
-        at_least=1,
-        help="iterations between evaluations; the last one is always evaluated",
-    )
-    evaluation(
-        "--num_pictures",
-        changes="nothing",
-        type=int,
-        default=4,
+        metavar="RATE",
         at_least=0,
-        help="validation images in the picture of each evaluation",
-    )
-    add_run_flags(groups["run"], unit="iterations")
-    parser.set_changes(epochs="nothing")  # it follows from the data and --num_iters
+        below=1,
+    ),
+)
+
+OPTIMISATION_FLAGS = (
+    *BATCH_FLAGS,
+    Flag("num_iters", int, help="length of the schedule in optimizer steps", everyday=True, at_least=1),
+    Flag(
+        "warmup_iters",
+        int,
+        help="optimizer steps of linear warm-up; if not given, that of the recipe or of the defaults, and in a "
+        "schedule that is shorter than theirs at most a tenth, or their share if that is more",
+        everyday=True,
+    ),
+    Flag(
+        "lr",
+        float,
+        help="learning rate of the head at the total batch size; it is not scaled",
+        everyday=True,
+        at_least=0,
+    ),
+    Flag(
+        "layer_decay",
+        float,
+        help="factor on the learning rate from each layer to the one before",
+        everyday=True,
+        at_most=1,
+        above=0,
+    ),
+    *UPDATE_FLAGS,
+)
+
+EVALUATION_FLAGS = (
+    Flag(
+        "eval_every",
+        int,
+        help="iterations between evaluations; the last one is always evaluated",
+        everyday=True,
+        changes="nothing",
+        at_least=1,
+    ),
+    Flag("num_pictures", int, 4, "validation images in the picture of each evaluation", changes="nothing", at_least=0),
+)
+
+FLAGS = {  # {title in the help: flags of all dense tasks}
+    "": TASK_FLAGS,
+    "data": (*PIXEL_FLAGS, *INVALID_FLAGS, all_valid_flag("with --eval: "), *LOADING_FLAGS),
+    "augmentation": (HFLIP_FLAG,),
+    "model": MODEL_FLAGS,
+    "optimisation": OPTIMISATION_FLAGS,
+    "evaluation": EVALUATION_FLAGS,
+    "run": run_flags(unit="iterations"),
+}
+
+
+def make_parser(
+    program: str, description: str | None, flags: Mapping[str, Sequence[Flag]], defaults: Mapping[str, object]
+) -> Parser:
+    """Returns the parser of a dense task. flags: {title in the help: those of the task}, beside those of all tasks."""
+    parser = Parser(program, description)
+    for title, shared in FLAGS.items():
+        parser.add_flags(title, *shared, *flags.get(title, ()))
+    parser.changes["epochs"] = "nothing"  # it follows from the data and --num_iters
     # By default every image must be readable. Shared code reads `dataset`, `loader` and `min_lr`.
     parser.set_defaults(max_bad_fraction=0.0, dataset="folder", loader="fast", min_lr=0.0, compile=False)
     parser.set_defaults(**defaults)
-    return parser, groups
-
-
-def add_model_flags(group: FlagGroup) -> None:
-    """Adds the encoder and its first weights."""
-    model = group.add_argument
-    model("--model", everyday=True, default="vit_base_patch16", choices=SIZES, help="size of the encoder")
-    model(
-        "--finetune",
-        everyday=True,
-        changes="nothing",  # the path: the identity of the first weights is compared
-        help="pre-trained encoder: a checkpoint or a run's folder (default: train from scratch)",
-    )
-    model("--patch_size", everyday=True, type=int, at_least=1, help="patch side in pixels (default: the model's)")
-    model(
-        "--drop_path",
-        everyday=True,
-        type=float,
-        at_least=0,
-        below=1,
-        metavar="RATE",
-        help="drop path rate of the last block; it grows linearly from 0",
-    )
-
-
-def add_iteration_flags(group: FlagGroup) -> None:
-    """Adds the length of a schedule in iterations, and its learning rate."""
-    optimisation = group.add_argument
-    optimisation("--num_iters", everyday=True, type=int, at_least=1, help="length of the schedule in optimizer steps")
-    optimisation(
-        "--warmup_iters",
-        everyday=True,
-        type=int,
-        help="optimizer steps of linear warm-up; if not given, that of the recipe or of the defaults, and in a "
-        "schedule that is shorter than theirs at most a tenth, or their share if that is more",
-    )
-    optimisation(
-        "--lr",
-        everyday=True,
-        type=float,
-        at_least=0,
-        help="learning rate of the head at the total batch size; it is not scaled",
-    )
-    optimisation(
-        "--layer_decay",
-        everyday=True,
-        type=float,
-        above=0,
-        at_most=1,
-        help="factor on the learning rate from each layer to the one before",
-    )
+    return parser
 
 
 def check_shared_flags(args: argparse.Namespace, task: str) -> None:

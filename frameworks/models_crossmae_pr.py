@@ -17,9 +17,10 @@ from timm.layers import Mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from framework import DECODER_FLAGS, Flag, PixelFramework, check_blocks, decoder_heads, rename_prefixes
+from framework import DECODER_FLAGS, PixelFramework, check_blocks, decoder_heads, rename_prefixes
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, ViTEncoder, init_weights, layer_norm
 from prmim import Method, SpatialAggregation, TokenOrder
+from util.flag import Flag
 from util.pos_embed import position_table
 
 __all__ = [
@@ -46,7 +47,7 @@ OFFICIAL_NAMES = {
 VISIBLE_SOURCES = ("embed", "zeros", "blocks")
 VISIBLE_SOURCE = Flag(
     "visible_source",
-    "what the aggregation reads in visible cells. embed: a projection of the encoder's features; zeros: nothing; "
+    help="what the aggregation reads in visible cells. embed: a projection of the encoder's features; zeros: nothing; "
     "blocks: the features of visible tokens that run through the decoder, too (default: embed)",
     choices=VISIBLE_SOURCES,
 )

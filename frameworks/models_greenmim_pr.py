@@ -16,10 +16,11 @@ from torch import Tensor
 from encoders import models_swin
 from encoders.models_swin import SwinEncoder
 from encoders.names import swap_merging
-from framework import Flag, PixelFramework, weights_in
+from framework import PixelFramework, weights_in
 from frameworks.window_groups import WindowGrouper
 from models_vit import init_weights
 from prmim import MaskCollator, ProgressiveDecoder, TokenOrder, TokenOrderSampler
+from util.flag import Flag
 
 __all__ = [
     "GreenMIMSwin",
@@ -31,7 +32,8 @@ __all__ = [
 DECODER_ORDERS = ("true", "reference")
 DECODER_ORDER = Flag(
     "decoder_order",
-    "where the decoder places the visible units. true: at their own positions; reference: as the release's code, which "
+    help="where the decoder places the visible units. true: at their own positions; reference: as the release's code, "
+    "which "
     "takes their raster order for the order of the mask's noise (default: true)",
     choices=DECODER_ORDERS,
 )

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from encoders.names import is_published_tec
-from framework import Flag, Framework, View, weights_in
+from framework import Framework, View, weights_in
 from frameworks.teacher import Teacher, attention_logits, open_teacher
 from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, init_weights
 from prmim import ProgressiveDecoder, TokenOrder
+from util.flag import Flag
 from util.pictures import principal_colors
 from util.run.files.strict import load_strict
 
@@ -40,17 +41,18 @@ OFFICIAL_NAMES = {"decoder_embed": "embed", "decoder_norm": "norm", "decoder_pre
 FLAGS = (
     Flag(
         "teacher",
-        "the pre-trained ViT whose outputs are predicted: a checkpoint (this project's, or a release of iBOT, DINO or "
-        "MAE), the folder of a run, or the name of a timm model",
-        required=True,
+        help="the pre-trained ViT whose outputs are predicted: a checkpoint (this project's, or a release of iBOT, "
+        "DINO "
+        "or MAE), the folder of a run, or the name of a timm model",
         names_file=True,
+        per_process=True,
         changes="nothing",  # the path, while checkpoints record what is in the file
     ),
-    Flag("att_topk", "number of patches whose attention is predicted (default: 9, for iBOT; use 15 for MAE)", int),
+    Flag("att_topk", int, help="number of patches whose attention is predicted (default: 9, for iBOT; use 15 for MAE)"),
     Flag(
         "att_tau",
-        "temperature of the attention target (default: 1.0, for iBOT; use 1.8 for MAE, 1.4 for MAE's ViT-L)",
         float,
+        help="temperature of the attention target (default: 1.0, for iBOT; use 1.8 for MAE, 1.4 for MAE's ViT-L)",
     ),
 )
 

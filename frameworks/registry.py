@@ -82,10 +82,10 @@ def class_of(model: str) -> type[Framework]:
     return MODELS[model].func
 
 
-def check_own_flags(settings: Mapping[str, Any]) -> None:
-    """Raises ValueError if a flag that the framework needs is missing."""
+def check_files(settings: Mapping[str, Any]) -> None:
+    """ValueError if a file that the framework needs is not named."""
     for flag in class_of(settings["model"]).flags:
-        if flag.required and settings.get(flag.name) is None:
+        if flag.names_file and settings.get(flag.name) is None:
             raise ValueError(f"--model {settings['model']} needs --{flag.name}: {flag.help}")
 
 

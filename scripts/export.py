@@ -26,7 +26,6 @@ of the pixels, and the classes and the evaluation view of a classifier. The prog
                 put in place. Facts on images and classes are JSON in the file.
 """
 
-import argparse
 import io
 import json
 import signal
@@ -55,6 +54,7 @@ from scripts.parts.timm_models import (
 from scripts.parts.torch_program import check_program, noise_images, program_of, write_program
 from util.atomic import filled_folder, replaced_file
 from util.code_version import code_version
+from util.flag import Flag
 from util.run.cli import Parser, prepare_file, run_program, user_errors
 from util.run.files import exported, search
 
@@ -249,19 +249,17 @@ def export(source: str | Path, out: str | Path, overwrite: bool = False, layout:
     return writers[layout](load(source), out)
 
 
+FLAGS = (
+    Flag("run", help="a checkpoint, or the folder of a run", positional=True),
+    Flag("out", help="write this file, .safetensors, .pth or .pt2, or this folder if it has no suffix", required=True),
+    Flag("format", str, "timm", "what reads the result", choices=SUFFIXES),
+    Flag("overwrite", bool, False, "replace --out if it exists; in a folder, the files that this script writes"),
+)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program; `argv` replaces the command line."""
-    parser = Parser("export.py", description=__doc__)
-    flag = parser.add_argument
-    flag("run", help="a checkpoint, or the folder of a run")
-    flag("--out", required=True, help="write this file, .safetensors, .pth or .pt2, or this folder if it has no suffix")
-    flag("--format", default="timm", choices=SUFFIXES, help="what reads the result")
-    flag(
-        "--overwrite",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="replace --out if it exists; in a folder, the files that this script writes",
-    )
+    parser = Parser("export.py", __doc__, *FLAGS)
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # temporary files are removed
     with user_errors(parser):

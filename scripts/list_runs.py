@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from util.flag import Flag
 from util.run.cli import Parser, run_program, user_errors
 from util.run.files.lock import is_held
 from util.run.files.reports import STATE, read_json, read_reports
@@ -83,11 +84,14 @@ def differing_settings(row: Row, rows: Sequence[Row]) -> str:
     return ", ".join(parts)
 
 
+FLAGS = (
+    Flag("folders", Path, help="where runs are looked for", positional=True, nargs="+", metavar="FOLDER"),
+    Flag("format", str, "table", "what is printed", choices=("table", "json")),
+)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser("list_runs.py", description=__doc__)
-    flag = parser.add_argument
-    flag("folders", nargs="+", type=Path, metavar="FOLDER", help="where runs are looked for")
-    flag("--format", default="table", choices=("table", "json"), help="what is printed")
+    parser = Parser("list_runs.py", __doc__, *FLAGS)
     args = parser.parse_args(argv)
     with user_errors(parser):
         rows = find_runs(args.folders)

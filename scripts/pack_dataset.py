@@ -55,9 +55,10 @@ from util.data.tars import (
     write_index,
 )
 from util.data.workers import ignore_in_worker
+from util.flag import Flag
 from util.host import available_cores
 from util.run.cli import Parser, run_program, user_errors
-from util.run.start.flags import add_invalid_flags
+from util.run.start.flags import INVALID_FLAGS
 from util.text import count_of, printable
 
 _worker: dict[str, FolderImages] = {}  # a worker's images: sent once to each worker, not with every shard
@@ -229,20 +230,20 @@ def run(args: argparse.Namespace) -> None:
         pack_split(open_source(files, args), args.destination / split, args)
 
 
+FLAGS = (
+    Flag("source", help="class folders, or train/ and val/ with class folders", positional=True, metavar="SOURCE"),
+    Flag("destination", Path, help="folder of the shards", positional=True, metavar="DESTINATION"),
+    Flag("shard_mb", int, 1000, "megabytes of files in a shard", at_least=1),
+    Flag("quality", int, help="encode again as JPEG of this quality (default: keep the files' bytes)", at_least=1),
+    Flag("shorter_side", int, help="with --quality: make images whose shorter side is larger smaller", at_least=1),
+    Flag("in_chans", int, 3, "channels of the images", at_least=1),
+    Flag("workers", int, available_cores(), "processes", at_least=1),
+)
+
+
 def get_args_parser() -> Parser:
-    parser = Parser("pack_dataset.py", description=__doc__)
-    parser.add_argument("source", metavar="SOURCE", help="class folders, or train/ and val/ with class folders")
-    parser.add_argument("destination", metavar="DESTINATION", type=Path, help="folder of the shards")
-    parser.add_argument("--shard_mb", type=int, default=1000, at_least=1, help="megabytes of files in a shard")
-    parser.add_argument(
-        "--quality", type=int, at_least=1, help="encode again as JPEG of this quality (default: keep the files' bytes)"
-    )
-    parser.add_argument(
-        "--shorter_side", type=int, at_least=1, help="with --quality: make images whose shorter side is larger smaller"
-    )
-    parser.add_argument("--in_chans", type=int, default=3, at_least=1, help="channels of the images")
-    add_invalid_flags(parser.add_argument_group("invalid pixels, as in training"))
-    parser.add_argument("--workers", type=int, default=available_cores(), at_least=1, help="processes")
+    parser = Parser("pack_dataset.py", __doc__, *FLAGS)
+    parser.add_flags("invalid pixels, as in training", *INVALID_FLAGS)
     return parser
 
 

@@ -42,49 +42,45 @@ from util.data.pixel_format import PixelFormat
 from util.data.statistics import normalizer
 from util.evaluate.predictions import Predictor, Progress, open_unlabelled, write_record
 from util.evaluate.session import Session, evaluation_session
+from util.flag import Flag
 from util.run.cli import Parser, run_program
 from util.run.files.record import without_marks
 from util.run.processes.distributed import PRECISIONS, precision
-from util.run.start.flags import add_all_valid_flag
+from util.run.start.flags import all_valid_flag
 from util.run.start.resume import find_encoder
 from util.text import count_of
 
 PROGRAM = "predict.py"
 
 
-def get_args_parser() -> Parser:
-    """Returns the parser of all flags."""
-    parser = Parser(PROGRAM, description=__doc__)
-    flag = parser.add_argument
-    flag("run", metavar="RUN", help="folder of a run, or a checkpoint")
-    flag("images", metavar="IMAGES", help="folder, tars, list of paths, or an image")
-    flag("--output_dir", required=True, type=Path, metavar="OUT", help="folder of the predictions")
-    flag(
-        "--keep_size",
-        action=argparse.BooleanOptionalAction,
+FLAGS = (
+    Flag("run", help="folder of a run, or a checkpoint", positional=True, metavar="RUN"),
+    Flag("images", help="folder, tars, list of paths, or an image", positional=True, metavar="IMAGES"),
+    Flag("output_dir", Path, help="folder of the predictions", metavar="OUT", required=True),
+    Flag(
+        "keep_size",
+        bool,
         help="segmentation: do not scale images into --image_scale of the run, for scenes of which it saw tiles; TIFFs "
         "may then have any size (pip install rasterio); off, images that are more than halved need --no-keep_size",
-    )
-    flag("--window_weights", choices=WINDOW_WEIGHTS, help="segmentation: of main_segmentation.py (default: the run's)")
-    flag(
-        "--image_ids",
-        metavar="FILE.json",
+    ),
+    Flag("window_weights", help="segmentation: of main_segmentation.py (default: the run's)", choices=WINDOW_WEIGHTS),
+    Flag(
+        "image_ids",
         help="detection: COCO-style file whose ids the images get, by file name (default: 1, 2, ...)",
-    )
-    flag("--num_pictures", type=int, default=20, at_least=0, help="images of a dense task that are shown in a picture")
-    add_all_valid_flag(parser)
-    flag("--batch_size", type=int, default=64, at_least=1, help="images of a classifier per batch; dense tasks: one")
-    flag(
-        "--num_workers",
-        type=int,
-        at_least=0,
+        metavar="FILE.json",
+    ),
+    Flag("num_pictures", int, 20, "images of a dense task that are shown in a picture", at_least=0),
+    all_valid_flag(),
+    Flag("batch_size", int, 64, "images of a classifier per batch; dense tasks: one", at_least=1),
+    Flag(
+        "num_workers",
+        int,
         help="processes that read images (default: the number of cores less one, from 1 to 32)",
-    )
-    flag("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if there is one")
-    flag(
-        "--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, fp32 on a CPU"
-    )
-    return parser
+        at_least=0,
+    ),
+    Flag("device", str, "auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda")),
+    Flag("precision", str, "auto", "auto: bf16 or fp16 on a GPU, fp32 on a CPU", choices=("auto", *PRECISIONS)),
+)
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -158,7 +154,7 @@ def make_predictor(args: argparse.Namespace, session: Session) -> Predictor:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Predicts the images that are missing. The exit code is 1 if some cannot be read."""
-    parser = get_args_parser()
+    parser = Parser(PROGRAM, __doc__, *FLAGS)
     args = parser.parse_args(argv)
     with evaluation_session(parser, args, args.output_dir, check_flags) as session:
         if session.process.world_size > 1:

@@ -44,6 +44,7 @@ from util.code_version import code_version
 from util.data.datasets import AddressedDataset
 from util.data.open import open_everywhere
 from util.data.transforms import Normalize
+from util.flag import Flag
 from util.run.cli import Parser, prepare_file, run_program, user_errors
 from util.run.processes.distributed import PRECISIONS, Process, precision
 from util.run.processes.supervise import Watchdog
@@ -221,32 +222,31 @@ def markdown(rows: Sequence[Row]) -> str:
     return markdown_table(titles, lines)
 
 
-def get_parser() -> Parser:
-    parser = Parser("profile_pretrain.py", description=__doc__)
-    flag = parser.add_argument
-    flag("recipes", nargs="+", metavar="RECIPE", help="names from recipes.py; after one of MAE also timm, transformers")
-    flag("--batch_size", type=int, default=8, at_least=1, help="images per step")
-    flag("--rounds", type=int, default=7, at_least=1, help="number of times that every step is timed, at least")
-    flag("--steps", type=int, default=1, at_least=1, help="steps that are timed together, without a wait between them")
-    flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    flag("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, else fp32")
-    flag("--attention", default="auto", choices=CHOICES, help="preferred kernel")
-    flag("--code", nargs="+", default=["eager"], choices=("eager", "compiled"), help="how the steps that are timed run")
-    flag(
-        "--cuda_graph",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="launch the steps that are timed as CUDA graphs",
-    )
-    flag("--data_path", nargs="*", default=[], help="also train the first row's model from these folders of images")
-    flag("--data_steps", type=int, default=400, at_least=8, help="steps that are timed for each --data_path")
-    flag("--csv", type=Path, help="write unrounded numbers to this file, after each recipe and round")
-    return parser
+FLAGS = (
+    Flag(
+        "recipes",
+        help="names from recipes.py; after one of MAE also timm, transformers",
+        positional=True,
+        nargs="+",
+        metavar="RECIPE",
+    ),
+    Flag("batch_size", int, 8, "images per step", at_least=1),
+    Flag("rounds", int, 7, "number of times that every step is timed, at least", at_least=1),
+    Flag("steps", int, 1, "steps that are timed together, without a wait between them", at_least=1),
+    Flag("device", str, "cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda")),
+    Flag("precision", str, "auto", "auto: bf16 or fp16 on a GPU, else fp32", choices=("auto", *PRECISIONS)),
+    Flag("attention", str, "auto", "preferred kernel", choices=CHOICES),
+    Flag("code", str, ["eager"], "how the steps that are timed run", choices=("eager", "compiled"), nargs="+"),
+    Flag("cuda_graph", bool, False, "launch the steps that are timed as CUDA graphs"),
+    Flag("data_path", str, [], "also train the first row's model from these folders of images", nargs="*"),
+    Flag("data_steps", int, 400, "steps that are timed for each --data_path", at_least=8),
+    Flag("csv", Path, help="write unrounded numbers to this file, after each recipe and round"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program; `argv` replaces the command line."""
-    parser = get_parser()
+    parser = Parser("profile_pretrain.py", __doc__, *FLAGS)
     args = parser.parse_args(argv)
     parser.check_choice("recipe", args.recipes[0], RECIPES)
     for name in args.recipes:

@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from recipes import RECIPES
+from util.flag import Flag
 from util.run.cli import Parser, run_program, user_errors
 from util.run.files.reports import STATE, read_json
 from util.tables import markdown_table
@@ -90,14 +91,16 @@ def measured(row: Row, rows: Sequence[Row], root: Path) -> Any:
 
 
 def get_args_parser() -> Parser:
-    parser = Parser("reproduce_table.py", description=__doc__)
     names = [name for name in dict.fromkeys(row["table"] for row in read_published()) if name not in NOT_OF_THE_PAPER]
-    parser.add_argument("tables", nargs="+", choices=names, metavar="TABLE", help=", ".join(names))
-    parser.add_argument("--rows", metavar="GLOB", default="*", help="only rows of pre-training recipes like 'prmim*'")
-    parser.add_argument("--output_dir", type=Path, default=Path("output/tables"), help="folder of all runs")
-    parser.add_argument("--launcher", default="python", help="the words before each program")
-    parser.add_argument("--collect", action="store_true", help="print published and measured numbers instead")
-    return parser
+    return Parser(
+        "reproduce_table.py",
+        __doc__,
+        Flag("tables", help=", ".join(names), positional=True, choices=names, nargs="+", metavar="TABLE"),
+        Flag("rows", str, "*", "only rows of pre-training recipes like 'prmim*'", metavar="GLOB"),
+        Flag("output_dir", Path, Path("output/tables"), "folder of all runs"),
+        Flag("launcher", str, "python", "the words before each program"),
+        Flag("collect", bool, False, "print published and measured numbers instead"),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -23,6 +23,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from util.flag import Flag
 from util.run.cli import Parser, run_program, user_errors
 
 # Photographs in scikit-image's wheel. Their sources are in skimage/data/README.txt of the package.
@@ -43,7 +44,7 @@ PHOTOS = (
     "rocket.jpg",
 )
 SIDE = 96  # of an image, in pixels
-FLAGS = ".sample_photos.json"  # in the folder: what its files were made with
+RECORD = ".sample_photos.json"  # in the folder: what its files were made with
 
 
 def photos_folder() -> Path:
@@ -101,7 +102,7 @@ def save_bands(bands: np.ndarray, path: Path) -> None:
 def make_folder(path: Path, flags: dict[str, Any]) -> None:
     """Creates the folder. ValueError if it holds files that were not written with the same flags."""
     path.mkdir(parents=True, exist_ok=True)
-    record = path / FLAGS
+    record = path / RECORD
     if any(path.iterdir()):
         if not record.is_file():
             raise ValueError(f"{str(path)!r} is not empty, and this program has not written it: choose another folder")
@@ -147,21 +148,24 @@ def write_photos(
                     img.save(folder / f"{i:03d}.jpg", quality=92)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser("sample_photos.py", description=__doc__)
-    flag = parser.add_argument
-    flag("output_dir", type=Path, help="create train/ and val/ in this folder")
-    flag("--num_train", type=int, default=100, at_least=1, help="crops per photograph in train/")
-    flag("--num_val", type=int, default=30, at_least=1, help="crops per photograph in val/")
-    flag(
-        "--crop_sides",
-        type=float,
+FLAGS = (
+    Flag("output_dir", Path, help="create train/ and val/ in this folder", positional=True),
+    Flag("num_train", int, 100, "crops per photograph in train/", at_least=1),
+    Flag("num_val", int, 30, "crops per photograph in val/", at_least=1),
+    Flag(
+        "crop_sides",
+        float,
+        (0.6, 1.0),
+        "smallest and largest side of a crop, as shares of the shorter side of its region",
         nargs=2,
-        default=(0.6, 1.0),
         metavar=("LOW", "HIGH"),
-        help="smallest and largest side of a crop, as shares of the shorter side of its region",
-    )
-    flag("--bands", action="store_true", help="write TIFFs of five bands with 16 bits")
+    ),
+    Flag("bands", bool, False, "write TIFFs of five bands with 16 bits"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser("sample_photos.py", __doc__, *FLAGS)
     args = parser.parse_args(argv)
     with user_errors(parser):
         write_photos(**vars(args))

@@ -26,9 +26,10 @@ from util.data.folders import refuse_inside_data
 from util.data.images import evenly_spaced
 from util.data.open import marks_of, open_images
 from util.data.statistics import normalizer
+from util.flag import Flag
 from util.run.cli import Parser, prepare_file, run_program, user_errors
 from util.run.files import record
-from util.run.start.flags import add_all_valid_flag
+from util.run.start.flags import all_valid_flag
 from util.text import printable
 
 
@@ -75,24 +76,22 @@ def show_run(args: argparse.Namespace) -> None:
     print(printable("\n".join([*images.notes, where, *lines])))
 
 
-def get_args_parser() -> Parser:
-    parser = Parser("visualize.py", description=__doc__)
-    flag = parser.add_argument
-    flag("run", help="a checkpoint, or the folder of a run")
-    flag(
-        "--images",
+FLAGS = (
+    Flag("run", help="a checkpoint, or the folder of a run", positional=True),
+    Flag(
+        "images",
         help="class folders or a flat folder; without it, val/ of the run's data, or train/ if val/ is missing",
-    )
-    flag("--out", type=Path, help="write the reconstructions to this picture (default: a new reconstruction.png)")
-    flag("--rows", type=int, default=8, at_least=1, help="number of images to draw, evenly spaced")
-    flag("--max_images", type=int, default=1000, at_least=1, help="most images to measure, evenly spaced")
-    add_all_valid_flag(parser)
-    flag("--teacher", help="the teacher of a TEC model, if it has moved since the run")
-    return parser
+    ),
+    Flag("out", Path, help="write the reconstructions to this picture (default: a new reconstruction.png)"),
+    Flag("rows", int, 8, "number of images to draw, evenly spaced", at_least=1),
+    Flag("max_images", int, 1000, "most images to measure, evenly spaced", at_least=1),
+    all_valid_flag(),
+    Flag("teacher", help="the teacher of a TEC model, if it has moved since the run"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = get_args_parser()
+    parser = Parser("visualize.py", __doc__, *FLAGS)
     args = parser.parse_args(argv)
     if args.out is None:
         args.out = Path("reconstruction.png")

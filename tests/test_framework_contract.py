@@ -1,5 +1,6 @@
 """The contract of every framework behind `registry.MODELS`. A new framework is tested without changes here."""
 
+import argparse
 import importlib
 import inspect
 import re
@@ -19,7 +20,7 @@ from encoders.models_absolute_vit import AbsoluteVisionTransformer, AbsoluteViTE
 from encoders.models_relative_vit import RelativeVisionTransformer, RelativeViTEncoder
 from encoders.models_swin import SwinEncoder, SwinTransformer
 from encoders.names import fold_cls_token
-from framework import Flag, NoPixels, PixelFramework
+from framework import NoPixels, PixelFramework
 from frameworks import registry
 from models_vit import VisionTransformer, ViTEncoder
 from prmim import SpatialAggregation, TokenOrder
@@ -28,6 +29,7 @@ from tests.two_processes import run_in_two_processes
 from util.costs import saved_bytes
 from util.data.pixel_format import PixelFormat
 from util.data.transforms import Normalize
+from util.flag import Flag
 from util.pictures import as_rgb
 from util.run.files.checkpoint import save_checkpoint
 from util.run.train import wrap
@@ -705,11 +707,11 @@ def test_two_processes_give_the_gradient_of_one(name, variant, gradients_in_ddp)
 @pytest.mark.parametrize("taken", ["target_tokens", "views", "counts"])  # two methods, and an attribute of instances
 def test_a_flag_must_not_hide_a_method_or_attribute(taken):
     with pytest.raises(ValueError, match=f"the flag --{taken} of Mine has the name of a method or attribute"):
-        type("Mine", (PixelFramework,), {"flags": (Flag(taken, "help"),)})
+        type("Mine", (PixelFramework,), {"flags": (Flag(taken),)})
 
 
 def test_a_flag_must_not_have_the_name_of_another_flag(monkeypatch):
-    mine = type("Mine", (PixelFramework,), {"flags": (Flag("betas", "help"),)})
+    mine = type("Mine", (PixelFramework,), {"flags": (Flag("betas"),)})
     monkeypatch.setitem(registry.MODELS, "mine_vit_micro_patch4", partial(mine))
-    with pytest.raises(ValueError, match="--betas"):
+    with pytest.raises(argparse.ArgumentError, match="--betas"):
         main_pretrain.get_args_parser("mine_vit_micro_patch4")

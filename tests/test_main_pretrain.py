@@ -345,9 +345,9 @@ TEC = "--model tec_vit_micro_patch4"
     ("flags", "named"),
     [
         ("--data_path {tmp}/nowhere", "nowhere"),
-        ("--input_size 30", "--patch_size 4"),
+        ("--input_size 30", "input_size 30 x 30"),
         ("--input_size 32 32 32", "--input_size"),
-        ("--patch_size 0", "--patch_size 0"),
+        ("--patch_size 0", "--patch_size"),
         ("--mask_ratio 0.99", "64 tokens"),
         ("--batch_size 0", "--batch_size"),
         ("--batch_size 25", "24 images"),

@@ -83,7 +83,7 @@ def compile_all() -> Iterator[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program; `argv` replaces the command line."""
-    parser = Parser("compile_attention.py", description=__doc__)
+    parser = Parser("compile_attention.py", __doc__)
     parser.parse_args(argv)
     print(csv_text(COLUMNS, compile_all()), end="")
 

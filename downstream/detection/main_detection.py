@@ -35,7 +35,8 @@ from util.data.images import check_classes, check_splits, note_on_small_images
 from util.data.open import marks_of
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
-from util.run.cli import FlagGroup, Parser, parse_with_recipe, run_program
+from util.flag import Flag
+from util.run.cli import Parser, parse_with_recipe, run_program
 from util.run.start.plan import Plan
 from util.run.start.run import Run, RunFacts
 from util.run.train.loader import TrainLoader
@@ -50,84 +51,85 @@ MODEL_FLAGS = ("model", "input_size", "patch_size", "in_chans", "window_size", "
 SPLITS = {split: (f"annotations/instances_{split}2017.json", f"{split}2017") for split in ("train", "val")}
 
 
+PATH_FLAGS = [
+    # data may move: names and labels of the images are compared
+    Flag(
+        "data_path",
+        local_path,
+        "data",
+        "folder to which the next four paths are relative",
+        everyday=True,
+        changes="nothing",
+        per_process=True,
+    ),
+]
+for _split, (_json, _images) in SPLITS.items():
+    PATH_FLAGS += [
+        Flag(
+            f"{_split}_json",
+            str,
+            _json,
+            f"annotations of the {_split} images",
+            everyday=True,
+            changes="nothing",
+            metavar="FILE",
+        ),
+        Flag(
+            f"{_split}_images",
+            str,
+            _images,
+            f"folder of the {_split} images",
+            everyday=True,
+            changes="nothing",
+            metavar="DIR",
+        ),
+    ]
+
+FLAGS = {  # {title in the help: flags of detection}
+    "data": PATH_FLAGS,
+    "augmentation": (
+        Flag(
+            "scale_range",
+            float,
+            help="range of the random factor of large-scale jitter",
+            everyday=True,
+            nargs=2,
+            metavar=("LOW", "HIGH"),
+        ),
+    ),
+    "model": (
+        Flag(
+            "input_size",
+            int,
+            help="side of a training crop, and longer side in evaluation, in pixels",
+            everyday=True,
+            at_least=1,
+        ),
+        Flag("window_size", int, help="side of an attention window in patches", at_least=1),
+        Flag("decoder_channels", int, help="width of the pyramid and the heads", at_least=1),
+        Flag(
+            "masks",
+            bool,
+            help="train and evaluate a mask head (default: if the objects have segmentations)",
+            everyday=True,
+        ),
+    ),
+    "optimisation": (
+        Flag("num_rois", int, help="boxes of an image that are sampled for the losses of the heads", at_least=1),
+        Flag("lr_drops", float, help="shares of --num_iters after which the rate is divided by 10", nargs="*"),
+    ),
+}
+
+
 def get_args_parser() -> Parser:
     """Returns the parser of all flags."""
     defaults = dict(output_dir="output/detection", save_every=50_000, **MASK_RCNN_DEFAULTS)
-    parser, groups = common.make_parser(PROGRAM, __doc__, defaults)
+    parser = common.make_parser(PROGRAM, __doc__, FLAGS, defaults)
     # Boxes are sampled, and losses are averaged, for the micro-batch of a process. The number of processes and
     # --accum_iter may change: a step is the mean over all micro-batches.
-    parser.set_changes(batch_size="results")
-    parser.set_changes(categories="nothing")  # they follow from the data, which are compared by themselves
-
-    model = groups["model"].add_argument
-    model(
-        "--input_size",
-        everyday=True,
-        type=int,
-        at_least=1,
-        help="side of a training crop, and longer side in evaluation, in pixels",
-    )
-    model("--window_size", type=int, at_least=1, help="side of an attention window in patches")
-    model("--decoder_channels", type=int, at_least=1, help="width of the pyramid and the heads")
-    model(
-        "--masks",
-        everyday=True,
-        action=argparse.BooleanOptionalAction,
-        help="train and evaluate a mask head (default: if the objects have segmentations)",
-    )
-
-    optimisation = groups["optimisation"].add_argument
-    optimisation(
-        "--num_rois",
-        type=int,
-        at_least=1,
-        help="boxes of an image that are sampled for the losses of the heads",
-    )
-    optimisation(
-        "--lr_drops", type=float, nargs="*", help="shares of --num_iters after which the rate is divided by 10"
-    )
-
-    add_data_flags(groups["data"])
-    groups["augmentation"].add_argument(
-        "--scale_range",
-        everyday=True,
-        type=float,
-        nargs=2,
-        metavar=("LOW", "HIGH"),
-        help="range of the random factor of large-scale jitter",
-    )
+    parser.changes["batch_size"] = "results"
+    parser.changes["categories"] = "nothing"  # they follow from the data, which are compared by themselves
     return parser
-
-
-def add_data_flags(group: FlagGroup) -> None:
-    """Adds the paths of annotations and images."""
-    data = group.add_argument
-    data(
-        "--data_path",
-        everyday=True,
-        changes="nothing",  # data may move: names and labels of the images are compared
-        per_process=True,
-        type=local_path,
-        default="data",
-        help="folder to which the next four paths are relative",
-    )
-    for split, (json_path, images) in SPLITS.items():
-        data(
-            f"--{split}_json",
-            everyday=True,
-            default=json_path,
-            metavar="FILE",
-            changes="nothing",
-            help=f"annotations of the {split} images",
-        )
-        data(
-            f"--{split}_images",
-            everyday=True,
-            default=images,
-            metavar="DIR",
-            changes="nothing",
-            help=f"folder of the {split} images",
-        )
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:

@@ -28,11 +28,12 @@ from util.data.statistics import normalizer, statistics_of
 from util.evaluate.knn import TEMPERATURE
 from util.evaluate.results import ResultsFile
 from util.evaluate.session import evaluation_session
+from util.flag import Flag
 from util.run.cli import Parser, run_program
 from util.run.files import record
 from util.run.processes.distributed import PRECISIONS, precision
 from util.run.start import plan as plan_module
-from util.run.start.flags import add_all_valid_flag, add_data_flags, add_eval_split_flag
+from util.run.start.flags import DATA_FLAGS, all_valid_flag, eval_split_flag
 from util.tables import markdown_table
 
 PROGRAM = "main_probe.py"
@@ -40,77 +41,57 @@ RESULTS = "probe.json"
 PROBES = ("knn", "linear", "attentive")
 
 
-def get_args_parser() -> Parser:
-    """Returns the parser of all flags."""
-    parser = Parser(PROGRAM, description=__doc__)
-    flag = parser.add_argument
-    flag("encoder", nargs="?", help="a run's folder, or a checkpoint of this project, MAE or timm")
-    flag(
-        "--timm",
+ENCODER_FLAGS = (
+    Flag("encoder", help="a run's folder, or a checkpoint of this project, MAE or timm", positional=True, nargs="?"),
+    Flag(
+        "timm",
+        help="a model of timm, with its pre-trained weights or those of the file given",
         everyday=True,
         metavar="NAME",
-        help="a model of timm, with its pre-trained weights or those of the file given",
-    )
-    flag("--input_size", everyday=True, type=int, at_least=1, help="image side in pixels (default: the encoder's)")
+    ),
+    Flag("input_size", int, help="image side in pixels (default: the encoder's)", everyday=True, at_least=1),
+)
 
-    data = parser.add_argument_group("data")
-    add_data_flags(data)
-    add_eval_split_flag(data)
-    add_all_valid_flag(data)
+PROTOCOL_FLAGS = (
+    Flag("probes", str, PROBES, "what is evaluated", everyday=True, choices=PROBES, nargs="+"),
+    Flag(
+        "blocks", int, help="blocks whose outputs are evaluated, from 1 (default: the last)", everyday=True, nargs="+"
+    ),
+    Flag("knn_temperature", float, TEMPERATURE, "kNN votes by exp(similarity / it)", above=0),
+    Flag("steps", int, 12_500, "optimizer steps of the heads", everyday=True, at_least=1),
+    Flag("total_batch_size", int, 1024, "images per step over all processes", everyday=True, at_least=1),
+    Flag("seed", int, 0, "seed of first weights, shuffling and augmentation", everyday=True, at_least=0),
+)
 
-    protocol = parser.add_argument_group("protocol").add_argument
-    protocol("--probes", everyday=True, nargs="+", default=PROBES, choices=PROBES, help="what is evaluated")
-    protocol(
-        "--blocks",
-        everyday=True,
-        type=int,
-        nargs="+",
-        help="blocks whose outputs are evaluated, from 1 (default: the last)",
-    )
-    protocol("--knn_temperature", type=float, above=0, default=TEMPERATURE, help="kNN votes by exp(similarity / it)")
-    protocol("--steps", everyday=True, type=int, default=12_500, at_least=1, help="optimizer steps of the heads")
-    protocol(
-        "--total_batch_size",
-        everyday=True,
-        type=int,
-        default=1024,
-        at_least=1,
-        help="images per step over all processes",
-    )
-    protocol(
-        "--seed",
-        everyday=True,
-        type=int,
-        default=0,
-        at_least=0,
-        help="seed of first weights, shuffling and augmentation",
-    )
-
-    run = parser.add_argument_group("run").add_argument
-    run("--output_dir", everyday=True, changes="nothing", default="output/probe", help=f"folder for {RESULTS}")
-    run(
-        "--batch_size",
+RUN_FLAGS = (
+    Flag("output_dir", str, "output/probe", f"folder for {RESULTS}", everyday=True, changes="nothing"),
+    Flag(
+        "batch_size",
+        int,
+        help="images per process and micro-batch (default: at most 128)",
         everyday=True,
         changes="split",
-        type=int,
         at_least=1,
-        help="images per process and micro-batch (default: at most 128)",
-    )
-    run(
-        "--device",
+    ),
+    Flag(
+        "device",
+        str,
+        "auto",
+        "auto: a GPU if there is one",
         everyday=True,
         changes="rounding",
-        default="auto",
         choices=("auto", "cpu", "cuda"),
-        help="auto: a GPU if there is one",
-    )
-    run(
-        "--precision",
-        everyday=True,
-        default="auto",
-        choices=("auto", *PRECISIONS),
-        help="of the encoder; heads have float32",
-    )
+    ),
+    Flag("precision", str, "auto", "of the encoder; heads have float32", everyday=True, choices=("auto", *PRECISIONS)),
+)
+
+
+def get_args_parser() -> Parser:
+    """Returns the parser of all flags."""
+    parser = Parser(PROGRAM, __doc__, *ENCODER_FLAGS)
+    parser.add_flags("data", *DATA_FLAGS, eval_split_flag(), all_valid_flag())
+    parser.add_flags("protocol", *PROTOCOL_FLAGS)
+    parser.add_flags("run", *RUN_FLAGS)
     parser.set_defaults(crop_scale=(0.08, 1.0))
     return parser
 

@@ -48,7 +48,8 @@ from util.data.images import check_splits, note_on_small_images
 from util.data.open import marks_of
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
-from util.run.cli import FlagGroup, Parser, run_program
+from util.flag import Flag
+from util.run.cli import Parser, run_program
 from util.run.start.plan import Plan
 from util.run.start.run import Run, RunFacts
 from util.run.train.loader import TrainLoader
@@ -63,111 +64,98 @@ WIDEST_DECODER = 768  # by default: mmsegmentation's for a ViT-B
 MODEL_FLAGS = ("head", "model", "input_size", "patch_size", "in_chans", "decoder_channels", "num_classes")
 DATA_FLAGS = ("ignore_index", "reduce_zero_label", "label_values", "image_scale", "stride", "window_weights")
 
-
-def add_label_flags(group: FlagGroup) -> None:
-    """Adds where the images and their label files are, and what the values in the label files mean."""
-    data = group.add_argument
-    data(
-        "--data_path",
-        everyday=True,
-        changes="nothing",  # data may move: names and labels of the images are compared
-        per_process=True,
-        type=local_path,
-        default="data",
-        help="folder with images/ and annotations/, each with training/ and validation/",
-    )
-    data(
-        "--num_classes",
-        everyday=True,
-        type=int,
-        at_least=1,
-        at_most=255,
-        help="number of classes in the label files",
-    )
-    data(
-        "--ignore_index",
-        everyday=True,
-        type=int,
-        default=255,
-        help="value of pixels without a class in the label files",
-    )
-    data(
-        "--reduce_zero_label",
-        everyday=True,
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="the value 0 marks pixels without a class, and the classes begin at 1, as in ADE20K",
-    )
-    data(
-        "--label_values",
-        everyday=True,
-        type=int,
-        nargs="+",
-        metavar="VALUE",
-        help="values of classes 0, 1, ... in the label files, such as 0 255, also if --ignore_index is one of them",
-    )
-    data(
-        "--class_names",
-        everyday=True,
-        metavar="FILE",
-        changes="nothing",
-        help="text file with a line `name` or `R G B name` for each class (default with --eval: the checkpoint's)",
-    )
+FLAGS = {  # {title in the help: flags of segmentation}
+    "data": (
+        # data may move: names and labels of the images are compared
+        Flag(
+            "data_path",
+            local_path,
+            "data",
+            "folder with images/ and annotations/, each with training/ and validation/",
+            everyday=True,
+            changes="nothing",
+            per_process=True,
+        ),
+        Flag("num_classes", int, help="number of classes in the label files", everyday=True, at_least=1, at_most=255),
+        Flag("ignore_index", int, 255, "value of pixels without a class in the label files", everyday=True),
+        Flag(
+            "reduce_zero_label",
+            bool,
+            False,
+            "the value 0 marks pixels without a class, and the classes begin at 1, as in ADE20K",
+            everyday=True,
+        ),
+        Flag(
+            "label_values",
+            int,
+            help="values of classes 0, 1, ... in the label files, such as 0 255, also if --ignore_index is one of them",
+            everyday=True,
+            nargs="+",
+            metavar="VALUE",
+        ),
+        Flag(
+            "class_names",
+            help="text file with a line `name` or `R G B name` for each class (default with --eval: the checkpoint's)",
+            everyday=True,
+            changes="nothing",
+            metavar="FILE",
+        ),
+    ),
+    "augmentation": (
+        Flag(
+            "image_scale",
+            int,
+            help="longest and shortest side to which an image is scaled",
+            everyday=True,
+            nargs=2,
+            metavar=("LONG", "SHORT"),
+        ),
+        Flag("ratio_range", float, help="random factor on --image_scale", nargs=2, metavar=("LOW", "HIGH")),
+        Flag(
+            "cat_max_ratio",
+            float,
+            help="largest share of one class in a crop, if 10 tries find one; 1: any",
+            at_most=1,
+            above=0,
+        ),
+        Flag("photometric", bool, help="distort the colours"),
+    ),
+    "model": (
+        Flag("head", help="linear: one layer on the frozen encoder", everyday=True, choices=HEADS),
+        Flag("input_size", int, help="side of a crop and of a window in pixels", everyday=True, at_least=1),
+        Flag(
+            "decoder_channels",
+            int,
+            help=f"width of UPerNet and its heads (default: the encoder's, at most {WIDEST_DECODER})",
+            at_least=1,
+        ),
+    ),
+    "optimisation": (
+        Flag(
+            "mean_over_valid",
+            bool,
+            help="divide the loss by the number of labelled pixels; off, as in mmsegmentation: of all pixels",
+        ),
+    ),
+    "evaluation": (
+        Flag("stride", int, help="pixels from one window to the next", everyday=True, at_least=1),
+        Flag(
+            "window_weights",
+            str,
+            "equal",
+            "gaussian: logits count less towards the borders of a window",
+            choices=WINDOW_WEIGHTS,
+        ),
+    ),
+}
 
 
 def get_args_parser() -> Parser:
     """Returns the parser of all flags."""
     defaults = dict(output_dir="output/segmentation", save_every=40_000, **UPERNET_DEFAULTS)
-    parser, groups = common.make_parser(PROGRAM, __doc__, defaults)
+    parser = common.make_parser(PROGRAM, __doc__, FLAGS, defaults)
     # BatchNorm sees a micro-batch of all processes. With the same total batch, that size is the same if this flag is.
-    parser.set_changes(accum_iter="results")
-    boolean = argparse.BooleanOptionalAction
-
-    model = groups["model"].add_argument
-    model("--head", everyday=True, choices=HEADS, help="linear: one layer on the frozen encoder")
-    model("--input_size", everyday=True, type=int, at_least=1, help="side of a crop and of a window in pixels")
-    model(
-        "--decoder_channels",
-        type=int,
-        at_least=1,
-        help=f"width of UPerNet and its heads (default: the encoder's, at most {WIDEST_DECODER})",
-    )
-
-    optimisation = groups["optimisation"].add_argument
-    optimisation(
-        "--mean_over_valid",
-        action=boolean,
-        help="divide the loss by the number of labelled pixels; off, as in mmsegmentation: of all pixels",
-    )
-
-    add_label_flags(groups["data"])
-
-    augmentation = groups["augmentation"].add_argument
-    augmentation(
-        "--image_scale",
-        everyday=True,
-        type=int,
-        nargs=2,
-        metavar=("LONG", "SHORT"),
-        help="longest and shortest side to which an image is scaled",
-    )
-    augmentation("--ratio_range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="random factor on --image_scale")
-    augmentation(
-        "--cat_max_ratio",
-        type=float,
-        above=0,
-        at_most=1,
-        help="largest share of one class in a crop, if 10 tries find one; 1: any",
-    )
-    augmentation("--photometric", action=boolean, help="distort the colours")
-    evaluation = groups["evaluation"].add_argument
-    evaluation("--stride", everyday=True, type=int, at_least=1, help="pixels from one window to the next")
-    evaluation(
-        "--window_weights",
-        choices=WINDOW_WEIGHTS,
-        default="equal",
-        help="gaussian: logits count less towards the borders of a window",
-    )
+    parser.changes["accum_iter"] = "results"
     return parser
 
 
@@ -175,14 +163,14 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     """Returns (parser, flags). The linear head has other defaults; a recipe and explicit flags win over both."""
     parser = get_args_parser()
     parser.read(argv, SEGMENTATION_RECIPES)
-    head = parser.value("head")
+    head = parser.values["head"]
     if parser.recipe and parser.recipe["head"] != head:
         fitting = ", ".join(name for name, recipe in SEGMENTATION_RECIPES.items() if recipe["head"] == head)
         recipe = parser.given["recipe"]
         parser.error(f"recipe {recipe!r} does not go with --head {head}, which has recipes of its own: {fitting}")
     if head == "linear":
         unused = [f"--{name}" for name in ("decoder_channels", "layer_decay", "drop_path") if name in parser.given]
-        if unused and not parser.value("eval"):
+        if unused and not parser.values["eval"]:
             parser.error(f"--head linear has no use for {', '.join(unused)}: the encoder is frozen; leave it out")
         parser.set_defaults(**LINEAR_DEFAULTS)
     args = parser.resolve()

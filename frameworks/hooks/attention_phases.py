@@ -26,37 +26,24 @@ from util.collectives import all_reduce_sum, rank_and_world_size, run_everywhere
 from util.data.attention_maps import CROPS, AttentionMaps, Squash, maps_path, write_maps
 from util.data.datasets import AddressedDataset, stack
 from util.data.loader import Loader
+from util.flag import Flag
 from util.peer_sampling import attention_sampling
-from util.run.cli import FlagGroup
 from util.run.train.loader import TrainLoader
 from util.run.train.loop import TrainLoop
 from util.run.train.training import Training
 from util.text import count_of
 
-
-def add_flags(group: FlagGroup) -> None:
-    """Adds the flags of sampling by attention."""
-    flag = group.add_argument
-    flag(
-        "--attention_start",
-        type=int,
-        default=40,
-        at_least=0,
-        help="no maps are made before the end of this epoch (epochs count from 0)",
-    )
-    flag(
-        "--attention_every",
-        type=int,
-        default=40,
-        at_least=1,
-        help="maps are made after every epoch whose number is a multiple of this",
-    )
-    flag(
-        "--attention_crop",
-        default="view",
+FLAGS = (
+    Flag("attention_start", int, 40, "no maps are made before the end of this epoch (epochs count from 0)", at_least=0),
+    Flag("attention_every", int, 40, "maps are made after every epoch whose number is a multiple of this", at_least=1),
+    Flag(
+        "attention_crop",
+        str,
+        "view",
+        "part of a map that gives the weights: what the view shows, or what AMT's public code reads",
         choices=CROPS,
-        help="part of a map that gives the weights: what the view shows, or what AMT's public code reads",
-    )
+    ),
+)
 
 
 def refresh_epochs(epochs: int, start: int, every: int) -> list[int]:

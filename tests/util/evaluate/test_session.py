@@ -13,11 +13,11 @@ import signal
 import sys
 from util.evaluate.results import ResultsFile
 from util.evaluate.session import evaluation_session
+from util.flag import Flag
 from util.run.cli import Parser
 from pathlib import Path
 
-parser = Parser("program.py")
-parser.add_argument("--device", default="cpu")
+parser = Parser("program.py", "", Flag("device", str, "cpu"))
 folder = Path(sys.argv[1])
 with evaluation_session(parser, parser.parse_args([]), folder):
     results = ResultsFile(folder / "results.json", "a.pth", "0", {{}}, lambda parts: {{}})

@@ -1,6 +1,5 @@
 """The parser's help and errors, the flags that a command line sets, and how programs end."""
 
-import argparse
 import os
 import signal
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from util.flag import Flag
 from util.run.cli import (
     Parser,
     parse_with_recipe,
@@ -21,18 +21,14 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def many_flags():
     """A parser of 22 flags, of which three are everyday ones."""
-    parser = Parser("x.py")
-    parser.add_argument("run", nargs="?", default="here", help="folder of the run")
-    data = parser.add_argument_group("data")
-    data.add_argument("--data_path", everyday=True, default="data", help="root of the data; CIFAR is downloaded to it")
-    data.add_argument(
-        "--hflip", everyday=True, action=argparse.BooleanOptionalAction, default=True, help="mirror 50 %%"
+    parser = Parser("x.py", "", Flag("run", str, "here", "folder of the run", positional=True, nargs="?"))
+    parser.add_flags(
+        "data",
+        Flag("data_path", str, "data", "root of the data; CIFAR is downloaded to it", everyday=True),
+        Flag("hflip", bool, True, "mirror 50 %%", everyday=True),
     )
-    rare = parser.add_argument_group("rare")
-    for number in range(19):
-        rare.add_argument(f"--rare_{number}", help="seldom used")
-    run = parser.add_argument_group("run")
-    run.add_argument("--num_workers", everyday=True, type=int, help="workers (default: one per core)")
+    parser.add_flags("rare", *[Flag(f"rare_{number}", help="seldom used") for number in range(19)])
+    parser.add_flags("run", Flag("num_workers", int, help="workers (default: one per core)", everyday=True))
     return parser
 
 
@@ -68,16 +64,19 @@ def test_misspelt_flags(flags, named, capsys):
 
 
 def make_parser():
-    parser = Parser("main_x.py")
-    parser.add_argument("run", nargs="?", default="here")
-    parser.add_argument("--recipe")
-    parser.add_argument("--output_dir", default="output/x")
-    parser.add_argument("--rate", type=float)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--size", type=int, nargs="*", default=[32])
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False)
-    parser.add_argument("--tag", action="append")
-    parser.add_argument("--eval", action="store_true")
+    parser = Parser(
+        "main_x.py",
+        "",
+        Flag("run", str, "here", positional=True, nargs="?"),
+        Flag("recipe"),
+        Flag("output_dir", str, "output/x"),
+        Flag("rate", float),
+        Flag("epochs", int, 3),
+        Flag("size", int, [32], nargs="*"),
+        Flag("compile", bool, False),
+        Flag("tag", repeats=True),
+        Flag("eval", bool, False),
+    )
     parser.set_defaults(rate=0.5, hidden="value")
     return parser
 
@@ -92,8 +91,8 @@ def test_the_command_wins_over_the_recipe_and_the_recipe_over_defaults():
     assert not {"epochs", "output_dir", "eval", "hidden"} & parser.given.keys()
     expected = {"run": "here", "output_dir": "output/x", "epochs": 1, "eval": False, "hidden": "value"}
     assert vars(args) == given | expected
-    assert parser.flags_chosen().keys() - {"run"} == given.keys() | {"epochs"}
-    assert parser.get_default("epochs") == 3
+    assert parser.flags_chosen().keys() == given.keys() | {"epochs"}
+    assert parser.defaults["epochs"] == 3
 
 
 def test_a_recipe_of_unknown_flags_is_refused():
@@ -118,12 +117,15 @@ def test_the_home_of_the_user_is_expanded(monkeypatch, word, flag, value):
 
 def parse_schedule(flags, recipe=None):
     """Parses flags of a schedule whose defaults are 40 of 100 epochs and 50 of 500 iterations."""
-    parser = Parser("main_x.py")
-    parser.add_argument("--recipe")
-    parser.add_argument("--epochs", type=int, default=100)
-    parser.add_argument("--num_iters", type=int)
-    parser.add_argument("--warmup_epochs", type=float)
-    parser.add_argument("--warmup_iters", type=int)
+    parser = Parser(
+        "main_x.py",
+        "",
+        Flag("recipe"),
+        Flag("epochs", int, 100),
+        Flag("num_iters", int),
+        Flag("warmup_epochs", float),
+        Flag("warmup_iters", int),
+    )
     parser.set_defaults(warmup_epochs=40, warmup_iters=50, num_iters=500)
     argv = flags.split()
     if recipe is not None:
@@ -179,9 +181,7 @@ MODELS = ["mae_tiny_patch16", "mae_small_patch16", "mae_base_patch16", "mae_larg
     ],
 )
 def test_names_of_models_and_recipes(argv, code, words, capsys):
-    parser = Parser("main_x.py")
-    parser.add_argument("--recipe")
-    parser.add_argument("--model", choices=MODELS)
+    parser = Parser("main_x.py", "", Flag("recipe"), Flag("model", choices=MODELS))
     with pytest.raises(SystemExit) as stop:
         parse_with_recipe(parser, {"fast": {}, "slow1": {}, "slow2": {}}, argv.split())
     done = capsys.readouterr()
@@ -202,7 +202,7 @@ def test_names_of_models_and_recipes(argv, code, words, capsys):
     ],
 )
 def test_errors_of_users_and_of_the_storage(capsys, error, code, message):
-    with pytest.raises(SystemExit) as stop, user_errors(Parser("x.py")):
+    with pytest.raises(SystemExit) as stop, user_errors(Parser("x.py", "")):
         raise error
     assert stop.value.code == code
     assert message in capsys.readouterr().err
@@ -210,7 +210,7 @@ def test_errors_of_users_and_of_the_storage(capsys, error, code, message):
 
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), KeyError("a bug"), KeyboardInterrupt()])
 def test_other_errors_pass(error):
-    with pytest.raises(type(error)), user_errors(Parser("x.py")):
+    with pytest.raises(type(error)), user_errors(Parser("x.py", "")):
         raise error
 
 
@@ -291,10 +291,7 @@ def test_why_a_path_cannot_be_written(tmp_path):
     ],
 )
 def test_a_recipe_s_patches_do_not_silently_replace_those_in_a_model_s_name(flags, refusal, capsys):
-    parser = Parser("x.py")
-    parser.add_argument("--recipe")
-    parser.add_argument("--model", default="vit_base_patch16")
-    parser.add_argument("--patch_size", type=int)
+    parser = Parser("x.py", "", Flag("recipe"), Flag("model", str, "vit_base_patch16"), Flag("patch_size", int))
     recipes = {"deep": {"model": "vit_huge_patch14", "patch_size": 16}}
     try:
         parse_with_recipe(parser, recipes, ["--recipe", "deep", *flags.split()])
@@ -304,14 +301,15 @@ def test_a_recipe_s_patches_do_not_silently_replace_those_in_a_model_s_name(flag
 
 
 def numbers_parser():
-    parser = Parser("x.py")
-    parser.add_argument("--steps", type=int, at_least=1)
-    group = parser.add_argument_group("of a group")
-    group.add_argument("--share", type=float, at_least=0, at_most=1)
-    group.add_argument("--norm", type=float, above=0)
-    group.add_argument("--betas", type=float, nargs=2)
-    group.add_argument("--sides", type=int, nargs="*", at_least=1)
-    group.add_argument("--rates", type=float, nargs="+", action="append", above=0, below=1)
+    parser = Parser("x.py", "", Flag("steps", int, at_least=1))
+    parser.add_flags(
+        "of a group",
+        Flag("share", float, at_least=0, at_most=1),
+        Flag("norm", float, above=0),
+        Flag("betas", float, nargs=2),
+        Flag("sides", int, nargs="*", at_least=1),
+        Flag("rates", float, nargs="+", repeats=True, above=0, below=1),
+    )
     return parser
 
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 
 from util import collectives
-from util.run.cli import TEMPORARY, Parser, with_dashes
+from util.run.cli import TEMPORARY, Parser
 from util.run.files.record import CheckpointError
 from util.run.processes import distributed
 from util.text import describe_owner
@@ -41,18 +41,18 @@ def refuse(parser: Parser, error: Exception, advice: str = "") -> NoReturn:
     """Ends the program with one paragraph and the error's `exit_code`. advice: the end of the paragraph."""
     if isinstance(error, PermissionError):
         advice = ""
-    message = describe_error(parser, error)
+    message = describe_error(error)
     collectives.wait_for_threads()
     parser.exit(exit_code(error), f"{parser.prog}: error: {message}{advice}\n")
 
 
-def describe_error(parser: Parser, error: Exception) -> str:
-    """Returns what an error of the user says, with the names of the parser's flags."""
+def describe_error(error: Exception) -> str:
+    """Returns what an error of the user says."""
     message = message_of(error)
     if isinstance(error, PermissionError):
         owner = f" ({describe_owner(str(error.filename))})" if error.filename else ""
         message += f"{owner}; ask for access, or give another path"
-    return with_dashes(message, parser)
+    return message
 
 
 def is_full_gpu(error: BaseException | None) -> bool:

@@ -178,7 +178,7 @@ def refuse_different_starts(parser: Parser, args: argparse.Namespace) -> None:
     """ValueError on all ranks if code, torch or flags differ between them, apart from flags of a process."""
     compared = {}
     for name, value in vars(args).items():
-        if name not in parser.rules or not parser.rules[name].per_process:
+        if name not in parser.flags or not parser.flags[name].per_process:
             compared[f"--{name}"] = value
     compared["code"] = source_hash()
     compared["torch"] = torch.__version__

@@ -13,7 +13,7 @@ import torch
 
 from util import collectives
 from util.data.datasets import group_of, steps_per_epoch
-from util.run.cli import Change
+from util.flag import Change
 from util.run.files import checkpoint, search, strict
 from util.run.files.record import CheckpointError, CheckpointInfo, EncoderSource, RunInfo
 from util.run.start.plan import learning_rates

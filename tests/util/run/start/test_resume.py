@@ -6,6 +6,7 @@ from torch.testing import assert_close
 
 import main_pretrain
 from tests.runs import assert_same_state, info_of_run, pretrain, reports_without_times
+from util.flag import Flag
 from util.run.files.checkpoint import save_checkpoint
 from util.run.files.record import CheckpointError, StartInfo
 from util.run.start.resume import find_changes, find_notes, read_resumed, restore
@@ -92,7 +93,7 @@ def test_a_recipe_that_gains_a_flag_does_not_change_a_run_silently(photos, tmp_p
 
     def make_parser_of_today(*names):
         parser = make_parser(*names)
-        parser.add_argument("--target", default="pixels")
+        parser.add_flags("", Flag("target", str, "pixels"))
         return parser
 
     monkeypatch.setattr(main_pretrain, "get_args_parser", make_parser_of_today)
@@ -179,8 +180,8 @@ def test_nothing_said_means_results():
 
 
 def test_paths_and_workers_may_differ_between_the_processes_of_a_start():
-    rules = main_pretrain.get_args_parser("tec_vit_micro_patch4").rules
-    assert {name for name, rule in rules.items() if rule.per_process} == {
+    flags = main_pretrain.get_args_parser("tec_vit_micro_patch4").flags
+    assert {name for name, flag in flags.items() if flag.per_process} == {
         "data_path",
         "num_workers",
         "teacher",
