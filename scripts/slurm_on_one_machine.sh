@@ -84,9 +84,9 @@ MpiDefault=none
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 AuthInfo=cred_expire=5
-# Seconds from TERM to KILL, and until a node that does not answer counts as down.
-KillWait=10
-SlurmdTimeout=10
+# Seconds from TERM to KILL, which a busy machine may need for a save, and until a node without an answer is down.
+KillWait=300
+SlurmdTimeout=30
 ReturnToService=2
 JobRequeue=1
 # Use the CPUs and the memory below, not those of the machine.
@@ -98,7 +98,7 @@ NodeName=n1 NodeHostname=$host NodeAddr=127.0.0.1 Port=17001 CPUs=4 RealMemory=4
 NodeName=n2 NodeHostname=$host NodeAddr=127.0.0.1 Port=17002 CPUs=4 RealMemory=4000 Gres=gpu:2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PartitionName=debug Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=15
+PartitionName=debug Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=300
 PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF
 CONF
 }

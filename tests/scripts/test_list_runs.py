@@ -73,7 +73,8 @@ def test_a_run_is_running_then_stopped_then_killed_then_finished(photos, tmp_pat
     first.terminate()
     first.wait()
     row = row_of(capsys, out)
-    assert (row["state"], row["why"], row["step"]) == ("stopped", "SIGTERM", 3)
+    assert (row["state"], row["why"]) == ("stopped", "SIGTERM")
+    assert row["step"] in (2, 3)  # the signal may come before the run begins to wait
     second = runs.start(photos, out, "--save_steps", 1, fault=("hold", 5, "all", "-"), processes=1)
     runs.wait_for_step(out, 5, second)
     assert row_of(capsys, out)["state"] == "running"
