@@ -8,7 +8,8 @@ IMAGENET_TARS/<split>/shard-000000.tar and so on, with an index for random acces
 <class>/<number>.jpg beside <class>/<number>.cls, which holds the label. Their first member, which WebDataset skips,
 holds the names of the files and of the classes. Files are copied byte by byte, so training on the shards equals
 training on the folder bit for bit. `--quality 90` encodes the images again, as JPEGs of the original size: about half
-of the bytes and faster to decode, but with other pixels. `--shorter_side 384` makes larger images smaller before.
+of the bytes and faster to decode, but with other pixels. `--shorter_side 384` makes larger images smaller before. Files
+that cannot be decoded are copied.
 
 If it is stopped, the same command continues with the missing shards. It also writes shards again that are missing or
 were cut. Other data in IMAGENET_TARS is not overwritten. Training compares each image with its CRC-32 in the index.
@@ -69,10 +70,10 @@ _worker: dict[str, FolderImages] = {}  # a worker's images: sent once to each wo
 
 def plan_shards(images: FolderImages, args: argparse.Namespace) -> dict[str, Manifest]:
     """Returns {name: manifest} of all shards of a split."""
-    sizes = file_sizes(images)
+    stamps = file_stamps(images)
     shards: dict[str, Manifest] = {}
-    for number, (first, end) in enumerate(shard_bounds(sizes, args.shard_mb * 1_000_000)):
-        files = sizes[first:end].tobytes() + images.labels[first:end].tobytes()
+    for number, (first, end) in enumerate(shard_bounds(stamps[:, 0], args.shard_mb * 1_000_000)):
+        files = stamps[first:end].tobytes() + images.labels[first:end].tobytes()
         shards[f"shard-{number:06d}.tar"] = {
             "quality": args.quality,
             "shorter_side": args.shorter_side,
@@ -84,11 +85,15 @@ def plan_shards(images: FolderImages, args: argparse.Namespace) -> dict[str, Man
     return shards
 
 
-def file_sizes(images: FolderImages) -> np.ndarray:
-    """Returns the bytes of each file, int64 [n]. Uses threads: a network disk answers many requests at once."""
+def file_stamps(images: FolderImages) -> np.ndarray:
+    """Returns size and time of change of each file, int64 [n, 2]. Threads: network disks answer many at once."""
+
+    def stamp(i: int) -> tuple[int, int]:
+        stat = os.stat(images.path(i))
+        return stat.st_size, stat.st_mtime_ns
+
     with ThreadPoolExecutor(32) as pool:
-        sizes = list(pool.map(lambda i: os.stat(images.path(i)).st_size, range(len(images))))
-    return np.array(sizes, np.int64)
+        return np.array(list(pool.map(stamp, range(len(images)))), np.int64)
 
 
 def shard_bounds(sizes: np.ndarray, shard_bytes: int) -> list[tuple[int, int]]:
@@ -125,11 +130,8 @@ def write_shard(images: FolderImages, path: Path, manifest: Manifest) -> None:
         for i, name in enumerate(manifest["names"], start=manifest["first"]):
             folder = os.path.dirname(name)
             key = os.path.join(folder, f"{i:09d}")  # unique up to the first dot, as WebDataset needs it
-            extension = Path(name).suffix.lower()
-            # WebDataset's to_tuple("jpg", "cls") then reads all of ImageNet, also its PNG that is named .JPEG.
-            if quality is not None or extension == ".jpeg":
-                extension = ".jpg"
-            add_member(tar, key + extension, encoded(images, i, quality, manifest["shorter_side"]))
+            data, extension = encoded(images, i, quality, manifest["shorter_side"])
+            add_member(tar, key + extension, data)
             if images.classes:
                 add_member(tar, f"{key}.cls", str(images.labels[i]).encode())
 
@@ -140,24 +142,31 @@ def add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     tar.addfile(member, io.BytesIO(data))
 
 
-def encoded(images: FolderImages, i: int, quality: int | None, shorter_side: int | None) -> bytes:
-    """Returns the bytes of a file after a check of its header. With a quality: of a new JPEG.
+def encoded(images: FolderImages, i: int, quality: int | None, shorter_side: int | None) -> tuple[bytes, str]:
+    """Returns the bytes of a file, and its extension. With a quality, both are of a new JPEG, if one can be made of it.
 
     shorter_side: pixels that the shorter side of the new image has at most, or None.
     """
-    if quality is None:
-        images.read_header(i)
-        return images.read(i)
+    if quality is not None:
+        with suppress(ImageError, OSError):  # damaged, or a side above 65,535 px
+            return encode_again(images, i, quality, shorter_side), ".jpg"
+    extension = Path(images.path(i)).suffix.lower()
+    if (
+        extension == ".jpeg"
+    ):  # WebDataset's to_tuple("jpg", "cls") then reads all of ImageNet, also its PNG of that name
+        extension = ".jpg"
+    return images.read(i), extension
+
+
+def encode_again(images: FolderImages, i: int, quality: int, shorter_side: int | None) -> bytes:
+    """Returns a new JPEG of an image. ImageError or OSError if it cannot be decoded or encoded."""
     picture = Image.fromarray(images.load(i)[0])
     shorter = min(picture.size)
     if shorter_side is not None and shorter > shorter_side:
         width, height = (round(side * shorter_side / shorter) for side in picture.size)
         picture = picture.resize((width, height), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
-    try:
-        picture.save(buffer, "JPEG", quality=quality, subsampling="4:2:0")
-    except OSError as error:  # for example a side above 65,535 px
-        raise ImageError(f"{images.path(i)!r} cannot be encoded as JPEG: {error}; pack without --quality") from error
+    picture.save(buffer, "JPEG", quality=quality, subsampling="4:2:0")
     return buffer.getvalue()
 
 
@@ -216,7 +225,7 @@ def open_source(files: SplitFiles, args: argparse.Namespace) -> FolderImages:
         raise ValueError(f"SOURCE {str(files.root)!r} holds tars: train on it as it is")
     invalid = marks_of(vars(args))
     images = FolderImages(files.root, notes=files.notes, in_chans=args.in_chans, invalid=invalid)
-    images.check()
+    images.check(max_bad_fraction=0.01)  # as in training
     if args.quality is not None and images.pixel_format != RGB8:
         problem = f"{str(files.root)!r} has {images.pixel_format}"
         raise ValueError(f"--quality makes JPEGs of RGB images, but {problem}: leave it out")

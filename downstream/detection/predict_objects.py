@@ -23,7 +23,7 @@ from downstream.detection.pictures import MIN_SCORE, draw_objects
 from encoders.trained import Trained
 from util.data.images import EncodedImages
 from util.data.pictures import as_picture
-from util.data.transforms import Size
+from util.data.transforms import Size, to_tensor
 from util.evaluate.loop import EvalContext
 from util.evaluate.predictions import Progress, Results, name_of, output_paths, prepared_batches
 from util.pictures import save
@@ -34,16 +34,15 @@ IMAGES = "images.json"
 
 
 class Seen(NamedTuple):
-    """An image as the model sees it, and its own size. whole: [C, H, W] as stored."""
+    """An image as the model sees it, and its own size."""
 
     sample: DetectionSample
     size: Size
-    whole: Tensor
 
 
 def prepare(img: Tensor, resize: ResizeForDetection) -> Seen:
     """Resizes an image [C, H, W] as stored for the model."""
-    return Seen(resize(img), (img.shape[1], img.shape[2]), img.contiguous())
+    return Seen(resize(img), (img.shape[1], img.shape[2]))
 
 
 def choose_ids(images: EncodedImages, path: str | None) -> dict[str, int]:
@@ -101,27 +100,27 @@ class Detections:
         context = self.context.one_by_one()
         with count_non_finite(self.model, context.device) as num_bad:
             view = partial(prepare, resize=ResizeForDetection(side))
-            for batch in prepared_batches(self.images, self.missing(), view, context, progress):
-                for i, seen in batch:
-                    objects = detect(self.model, stack([(seen.sample,)]), seen.size, context)
-                    if num_bad > 0:
-                        raise FloatingPointError(
-                            f"the outputs of the model are not finite for {self.images.path(i)!r}: try --precision "
-                            "fp32, and check --std"
-                        )
-                    if i < self.num_pictures:
-                        self.write_picture(i, seen.whole, objects)
-                    results = coco_results(objects, self.ids[name_of(self.images, i)], category_ids)
-                    self.results.add(i, {"size": list(seen.size), "results": results})
+            for (i,), (seen,) in prepared_batches(self.images, self.missing(), view, context, progress):
+                objects = detect(self.model, stack([(seen.sample,)]), seen.size, context)
+                if num_bad > 0:
+                    raise FloatingPointError(
+                        f"the outputs of the model are not finite for {self.images.path(i)!r}: try --precision "
+                        "fp32, and check --std"
+                    )
+                if i < self.num_pictures:
+                    self.write_picture(i, objects)
+                results = coco_results(objects, self.ids[name_of(self.images, i)], category_ids)
+                self.results.add(i, {"size": list(seen.size), "results": results})
         self.join()
 
-    def write_picture(self, i: int, img: Tensor, objects: Sequence[DetectedObject]) -> None:
-        """Writes a picture of the likely objects of an image [C, H, W] as stored."""
+    def write_picture(self, i: int, objects: Sequence[DetectedObject]) -> None:
+        """Reads an image again, and writes a picture of its likely objects."""
         likely = [detected for detected in objects if (detected.score or 0) >= MIN_SCORE]
         names = [name for _, name in self.categories]
         path = self.picture_paths[i]
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture = as_picture(img, self.context.normalize)
+        pixels, _ = self.images.load(i)
+        picture = as_picture(to_tensor(pixels), self.context.normalize)
         save(draw_objects(picture, likely, names), path)
 
     def join(self) -> None:

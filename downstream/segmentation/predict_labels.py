@@ -166,9 +166,8 @@ class LabelMaps:
             else:
                 whole.append(i)
         view = partial(prepare, image_scale=self.image_scale)
-        for batch in prepared_batches(self.images, whole, view, self.context.one_by_one(), progress):
-            for i, seen in batch:
-                self.predict_whole(i, seen)
+        for (i,), (seen,) in prepared_batches(self.images, whole, view, self.context.one_by_one(), progress):
+            self.predict_whole(i, seen)
         for i in large:
             try:
                 self.predict_large(i)

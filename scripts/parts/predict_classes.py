@@ -47,13 +47,16 @@ class Probabilities:
         if self.images.pixel_format.has_invalid:
             prepare = partial(transform_valid, self.crop, epoch=0, index=0)
         size = self.images.pixel_format.pixel_bytes * math.prod(self.crop.size) * self.context.batch_size
-        for batch in prepared_batches(self.images, self.missing(), prepare, self.context, progress, size):
-            imgs = torch.stack([img for _, img in batch]).to(self.context.device, non_blocking=True)
+        batches = prepared_batches(
+            self.images, self.missing(), prepare, self.context, progress, stack=torch.stack, batch_bytes=size
+        )
+        for indices, stacked in batches:
+            imgs = stacked.to(self.context.device, non_blocking=True)
             with self.context.autocast():
                 logits = self.model(self.context.normalize(imgs)).float()
             if not logits.isfinite().all():
                 raise FloatingPointError("the logits are not finite: try --precision fp32, and check --mean and --std")
-            for (i, _), row in zip(batch, logits.softmax(dim=1).tolist(), strict=True):
+            for i, row in zip(indices, logits.softmax(dim=1).tolist(), strict=True):
                 self.results.add(i, [f"{value:.6g}" for value in row])
         # Names of files need not be UTF-8.
         with (

@@ -289,13 +289,29 @@ def test_other_data_are_not_packed_over(photos, packed, tmp_path, capsys):
     assert webdataset.read_bytes() == before
 
 
-def test_a_broken_file_stops_the_packing(photos, tmp_path, inline, monkeypatch, capsys):
-    """Broken after the folder was opened, which looks at headers, too."""
+@pytest.mark.parametrize("flags", [(), ("--quality", 90)])
+@pytest.mark.parametrize("damage", [lambda data: b"hello", lambda data: data[:-200]])
+def test_a_damaged_file_is_copied(photos, tmp_path, flags, damage):
     shutil.copytree(photos, tmp_path / "photos")
-    broken = Path(FolderImages(tmp_path / "photos" / "train").path(20))
-    broken.write_bytes(b"hello")
-    monkeypatch.setattr(FolderImages, "check", lambda self: None)
-    assert str(broken) in refused(capsys, tmp_path / "photos", tmp_path / "packed")
+    folder = FolderImages(tmp_path / "photos" / "train")
+    broken = Path(folder.path(20))
+    broken.write_bytes(damage(broken.read_bytes()))
+    pack(tmp_path / "photos", tmp_path / "packed", *flags)
+    ours = open_images("folder", tmp_path / "packed", max_bad_fraction=0.1)
+    assert ours.read(20) == broken.read_bytes()
+    for i in set(range(len(folder))) - {20}:
+        assert (ours.read(i) == folder.read(i)) == (not flags)
+        assert ours.load(i)[0].shape == folder.load(i)[0].shape
+
+
+def test_files_that_have_changed_are_not_packed_already(tmp_path, capsys):
+    """Arrays have the size of their format, whatever is in them."""
+    (tmp_path / "arrays").mkdir()
+    np.save(tmp_path / "arrays" / "a.npy", np.zeros((8, 8, 4), np.float32))
+    pack(tmp_path / "arrays", tmp_path / "packed", "--in_chans", 4)
+    np.save(tmp_path / "arrays" / "a.npy", np.ones((8, 8, 4), np.float32))
+    problem = refused(capsys, tmp_path / "arrays", tmp_path / "packed", "--in_chans", 4)
+    assert "shard-000000.tar" in problem
 
 
 # ------------------------------------------------------------------------------------------------- reading the shards

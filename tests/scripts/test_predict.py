@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import resource
 import shutil
 import tarfile
 
@@ -139,6 +140,19 @@ def test_what_cannot_be_read_is_named_and_the_others_go_on(classified, labelled,
     assert run(classified, tmp_path / "images", tmp_path / "out") == 1
     assert str(tmp_path / "images" / "bird" / "broken.jpg") in capsys.readouterr().err
     assert [row["cat"] for row in rows_of(tmp_path / "out")] == [row["cat"] for row in expected]
+
+
+def test_a_batch_may_have_more_images_than_a_process_may_open_files(classified, expected, tmp_path):
+    (tmp_path / "images").mkdir()
+    for i in range(100):
+        shutil.copy(expected[0]["image"], tmp_path / "images" / f"{i:03d}.png")
+    limit, no_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, no_limit))
+        assert run(classified, tmp_path / "images", tmp_path / "out", "--num_workers", 1, "--batch_size", 100) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, no_limit))
+    assert [float(row["cat"]) for row in rows_of(tmp_path / "out")] == pytest.approx([float(expected[0]["cat"])] * 100)
 
 
 def test_names_need_not_be_unicode(classified, labelled, expected, tmp_path):

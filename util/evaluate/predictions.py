@@ -9,8 +9,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -157,15 +158,38 @@ class PreparedImages(torch.utils.data.Dataset):
         return i, self.prepare(to_tensor(pixels))
 
 
+class Prepared(NamedTuple):
+    """The readable images of a batch, and what is wrong with the others."""
+
+    indices: list[int]
+    views: Any  # stacked, if there are any
+    problems: list[str]
+
+
+def collate_readable(samples: Sequence[tuple[int, Any]], stack: Callable[[list[Any]], Any]) -> Prepared:
+    """Makes a batch, in the worker, of what `PreparedImages` returns."""
+    indices: list[int] = []
+    views: list[Any] = []
+    problems: list[str] = []
+    for i, view in samples:
+        if isinstance(view, ImageError):
+            problems.append(str(view))
+        else:
+            indices.append(i)
+            views.append(view)
+    return Prepared(indices, stack(views) if views else None, problems)
+
+
 def prepared_batches(
     images: EncodedImages,
     indices: Sequence[int],
     prepare: Callable[[Tensor], Any],
     context: EvalContext,
     progress: Progress,
+    stack: Callable[[list[Any]], Any] = list,
     batch_bytes: int = 0,
-) -> Iterator[list[tuple[int, Any]]]:
-    """Yields the readable images in batches: (index, what `prepare` returns), made by the context's workers.
+) -> Iterator[tuple[list[int], Any]]:
+    """Yields the readable images in batches: (indices, `stack` of what `prepare` returns), made by the workers.
 
     Others are named, and left out. batch_bytes: of a batch of what `prepare` returns; 0 if unknown.
     """
@@ -175,22 +199,18 @@ def prepared_batches(
     loaded = Loader(
         PreparedImages(images, prepare),
         addresses,
-        list,
+        partial(collate_readable, stack=stack),
         num_workers=context.num_workers,
         for_gpu=context.device.type == "cuda",
         batch_bytes=batch_bytes,
     )
     try:
         for batch in loaded:
-            readable = []
-            for i, sample in batch:
-                if isinstance(sample, ImageError):
-                    progress.fail(str(sample))
-                else:
-                    readable.append((i, sample))
-            if readable:
-                yield readable
-            progress.step(len(readable))
+            for problem in batch.problems:
+                progress.fail(problem)
+            if batch.indices:
+                yield batch.indices, batch.views
+            progress.step(len(batch.indices))
     finally:
         loaded.close()
 
