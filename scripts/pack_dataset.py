@@ -51,6 +51,7 @@ from util.data.tars import (
     checksums,
     encoded_names,
     join_rows,
+    read_index,
     read_manifest,
     scan_tar,
     write_index,
@@ -184,7 +185,7 @@ def pack_split(images: FolderImages, folder: Path, args: argparse.Namespace) -> 
             problem = f"{path.name}, which holds other files or settings, or is damaged"
             raise ValueError(f"{str(folder)!r} has {problem}: remove it, or choose another DESTINATION")
     with suppress(ValueError):  # missing, or shards are
-        images_there = TarImages(index, LocalTars(folder))
+        images_there = TarImages(read_index(index), LocalTars(folder))
         print(f"{folder}: {count_of(len(images_there), 'image')}, packed already")
         return
     index.unlink(missing_ok=True)

@@ -107,7 +107,7 @@ class ImageSource:
     @property
     def is_written_once(self) -> bool:
         """Whether opening it writes files for all processes: a download, a conversion or an index."""
-        return self.in_tars or self.dataset in (*DOWNLOADED, "hf")
+        return self.dataset in (*DOWNLOADED, "hf") or (self.files is not None and len(self.files.tars) > 0)
 
     def open(self) -> Images:
         """Returns the images, which are opened once. ImageError if too many are bad, or if one has other channels."""

@@ -1,20 +1,16 @@
 """Packed shards behind a URL: the images of a batch are read at the same time, each by its range."""
 
 import errno
-import hashlib
 import json
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from util.atomic import replaced_file
 from util.data.folders import MissingSplit, choose_split, note_stand_in
-from util.data.images import FILE_ERRORS
 from util.data.remote import MAX_READS, SLOWEST, TIMEOUT, Call, Store, joined, retry
-from util.data.tars import INDEX, Span, TarImages, objection, read_index, user_cache
+from util.data.tars import INDEX, Span, TarImages, invalid_index, objection, parse_index
 
 MAX_BYTES = 2**25  # that are read, or wait to be used, at once
 PIECE = 2**23  # bytes of the index that are read at once
@@ -113,45 +109,31 @@ def find_split(store: Store, split: str, labelled: bool) -> tuple[str, list[str]
 def open_remote_tars(
     store: Store, folder: str, labelled: bool = False, notes: Sequence[str] = (), **reading: Any
 ) -> TarImages:
-    """Returns the images of packed shards in a folder of a store, whose index is copied to the user's cache.
+    """Returns the images of packed shards in a folder of a store, whose index is read.
 
     ValueError if the shards are damaged, or if the images have no labels although they must be `labelled`.
     """
     storage = RemoteTars(store, folder)
-    images = TarImages(copy_index(storage), storage, notes, **reading)
+    index = parse_index(read_whole_index(storage), storage.path(INDEX))
+    images = TarImages(index, storage, notes, **reading)
     if labelled and not images.classes:
         raise ValueError(f"the images of {storage.root!r} have no labels: pack class folders")
     return images
 
 
-def copy_index(storage: RemoteTars) -> Path:
-    """Returns a copy of the index, which is kept until the remote one changes. ValueError if that is none.
-
-    An index is known by its header, which names the SHA-256 of each shard.
-    """
-    header_bytes = int.from_bytes(storage.read(Span(INDEX, 0, 8, None, None)), "little")
-    header = storage.read(Span(INDEX, 8, min(header_bytes, 10**8), None, None))  # the limit of the format
+def read_whole_index(storage: RemoteTars) -> bytes:
+    """Returns the bytes of the index, whose header says how many there are."""
+    start = storage.read(Span(INDEX, 0, 8, None, None))
+    header_bytes = min(int.from_bytes(start, "little"), 10**8)  # the limit of the format
+    header = storage.read(Span(INDEX, 8, header_bytes, None, None))
     try:
         tensors = json.loads(header)
         del tensors["__metadata__"]
         num_bytes = 8 + header_bytes + max(tensor["data_offsets"][1] for tensor in tensors.values())
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{storage.path(INDEX)!r} is not a valid index: copy or pack it again") from error
-    index = user_cache() / "remote" / hashlib.sha256(header).hexdigest()[:16] / INDEX
-    with suppress(ValueError):  # missing or damaged
-        read_index(index)
-        return index
-    try:
-        index.parent.mkdir(parents=True, exist_ok=True)
-        pieces = [
-            Span(INDEX, first, min(PIECE, num_bytes - first), num_bytes, None) for first in range(0, num_bytes, PIECE)
-        ]
-        storage.prepare(pieces)
-        with replaced_file(index, durable=True) as temporary, open(temporary, "wb") as file:
-            for piece in pieces:
-                file.write(storage.read(piece))
-    except OSError as error:
-        if error.errno not in (*FILE_ERRORS, errno.EROFS):
-            raise
-        raise ValueError(f"the index of {storage.root!r} cannot be copied: {error}; set XDG_CACHE_HOME") from error
-    return index
+        raise invalid_index(storage.path(INDEX), error) from error
+    pieces = [
+        Span(INDEX, first, min(PIECE, num_bytes - first), num_bytes, None) for first in range(0, num_bytes, PIECE)
+    ]
+    storage.prepare(pieces)
+    return b"".join(storage.read(piece) for piece in pieces)

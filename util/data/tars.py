@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from safetensors.numpy import load, save
 
 from util.atomic import replaced_file
 from util.data.folders import is_hidden, is_image, split_of
@@ -239,23 +239,69 @@ def index_digest(text: str, rows: Rows) -> bytes:
     return digest.digest()
 
 
-def read_index(path: Path) -> tuple[Rows, dict[str, Any]]:
-    """Returns (rows, whose names are uint8 [n, length]; content). ValueError if the index is damaged."""
+class Index(NamedTuple):
+    """Where images lie in tars. rows: arrays that may be mapped from a file. content: see `write_index`."""
+
+    rows: Rows
+    content: dict[str, Any]
+
+
+def read_index(path: Path) -> Index:
+    """Returns an index, which is mapped into memory. ValueError if it is damaged or leads out of a tar or folder."""
     try:
         with safe_open(path, "pt") as file:  # maps the file; numpy's arrays would be copies
-            text = file.metadata()["content"]
-            digest = file.get_tensor("sha256").numpy().tobytes()
-            names = [*COLUMNS]
-            if CHECKSUM in set(file.keys()):
-                names.append(CHECKSUM)
-            rows = {name: file.get_tensor(name).numpy() for name in names}
-        if digest != index_digest(text, rows):
-            raise ValueError("its content does not match its SHA-256")
-        return rows, json.loads(text)
+            tensors = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
+            return checked_index(file.metadata()["content"], tensors)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         refuse_storage_error(error)
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{str(path)!r} is not a valid index of tars ({reason}): copy or pack it again") from error
+        raise invalid_index(str(path), error) from error
+
+
+def parse_index(data: bytes, place: str) -> Index:
+    """Returns the index that a file holds. ValueError, which names its `place`, if it is damaged or leads out."""
+    try:
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return checked_index(header["__metadata__"]["content"], load(data))
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise invalid_index(place, error) from error
+
+
+def invalid_index(place: str, error: Exception) -> ValueError:
+    reason = f"{type(error).__name__}: {error}"
+    return ValueError(f"{place!r} is not a valid index of tars ({reason}): copy or pack it again")
+
+
+def checked_index(text: str, tensors: Mapping[str, np.ndarray]) -> Index:
+    """Returns the index of a file with these tensors. ValueError or KeyError if it is damaged or leads out."""
+    rows = {name: tensors[name] for name in (*COLUMNS, CHECKSUM) if name in tensors or name != CHECKSUM}
+    if tensors["sha256"].tobytes() != index_digest(text, rows):
+        raise ValueError("its content does not match its SHA-256")
+    names = rows["name"]
+    rows["name"] = names.view(f"S{names.shape[1]}")[:, 0]
+    content = json.loads(text)
+    check_rows(rows, [tar["size"] for tar in content["tars"]], len(content["classes"]))
+    return Index(rows, content)
+
+
+def check_rows(rows: Rows, tar_sizes: Sequence[int], num_classes: int) -> None:
+    """ValueError if a row leads out of its tar, its classes or its folder. An index may come from others."""
+    tar = rows["tar"]
+    offset = rows["offset"]
+    size = rows["size"]
+    label = rows["label"]
+    names = rows["name"]
+    is_known = (tar >= 0) & (tar < len(tar_sizes))
+    num_bytes = np.append(tar_sizes, 0)[np.where(is_known, tar, -1)]  # of the tar of each image
+    is_inside = (offset >= 0) & (size >= 0) & (size <= num_bytes - offset)
+    has_class = (label >= 0) & (label < max(1, num_classes))
+    is_absolute = np.char.startswith(names, b"/")
+    wrong = np.flatnonzero(~(is_known & is_inside & has_class) | is_absolute).tolist()
+    for i in np.flatnonzero(np.char.find(names, b"..") >= 0).tolist():
+        if leads_out(PurePosixPath(os.fsdecode(names[i]))):
+            wrong.append(i)
+    if wrong:
+        name = os.fsdecode(names[wrong[0]])
+        raise ValueError(f"row {wrong[0]}, {name!r}, leads out of its tar, classes or folder")
 
 
 # ------------------------------------------------------------------------------------------------------------ images
@@ -352,23 +398,21 @@ class LocalTars:
 class TarImages(EncodedImages):
     """The images of an index, whose tars lie in `storage`.
 
-    ValueError if the index is damaged or leads out of a tar or folder, or if a tar is missing or has another size than
-    when it was indexed.
+    ValueError if a tar is missing or has another size than when it was indexed.
     """
 
     num_checked = 16
 
     def __init__(
         self,
-        index: Path,
+        index: Index,
         storage: TarStorage,
         notes: Sequence[str] = (),
         in_chans: int = 3,
         use_pillow: bool = False,
         invalid: InvalidPixels | None = None,
     ) -> None:
-        self.rows, self.content = read_index(index)
-        self.index = index
+        self.rows, self.content = index
         self.storage = storage
         self.tars = [Path(tar["name"]).name for tar in self.content["tars"]]
         self.tar_sizes: list[int] = [tar["size"] for tar in self.content["tars"]]
@@ -380,12 +424,16 @@ class TarImages(EncodedImages):
             if tar in sizes:
                 problem = f"has {sizes[tar]} bytes"
             raise ValueError(f"{storage.path(tar)!r} {problem}; {tar_size} bytes were indexed: copy or pack it again")
-        names = self.rows["name"]
-        names = names.view(f"S{names.shape[1]}")[:, 0]
-        notes = [*self.content["notes"], *notes]
-        classes = self.content["classes"]
-        check_rows(self.rows, names, self.tar_sizes, len(classes), index)
-        super().__init__(storage.root, names, self.rows["label"], classes, notes, in_chans, use_pillow, invalid)
+        super().__init__(
+            storage.root,
+            self.rows["name"],
+            self.rows["label"],
+            self.content["classes"],
+            [*self.content["notes"], *notes],
+            in_chans,
+            use_pillow,
+            invalid,
+        )
 
     def fingerprint(self) -> str:
         name = super().fingerprint()
@@ -420,26 +468,6 @@ class TarImages(EncodedImages):
         return data
 
 
-def check_rows(rows: Rows, names: np.ndarray, tar_sizes: Sequence[int], num_classes: int, index: Path) -> None:
-    """ValueError if a row leads out of its tar, its classes or its folder. An index may come from others."""
-    tar = rows["tar"]
-    offset = rows["offset"]
-    size = rows["size"]
-    label = rows["label"]
-    is_known = (tar >= 0) & (tar < len(tar_sizes))
-    num_bytes = np.append(tar_sizes, 0)[np.where(is_known, tar, -1)]  # of the tar of each image
-    is_inside = (offset >= 0) & (size >= 0) & (size <= num_bytes - offset)
-    has_class = (label >= 0) & (label < max(1, num_classes))
-    is_absolute = np.char.startswith(names, b"/")
-    wrong = np.flatnonzero(~(is_known & is_inside & has_class) | is_absolute).tolist()
-    for i in np.flatnonzero(np.char.find(names, b"..") >= 0).tolist():
-        if leads_out(PurePosixPath(os.fsdecode(names[i]))):
-            wrong.append(i)
-    if wrong:
-        row = f"row {wrong[0]}, {os.fsdecode(names[wrong[0]])!r}, leads out of its tar, classes or folder"
-        raise ValueError(f"{str(index)!r} is not a valid index of tars: {row}; pack again")
-
-
 def open_tars(
     tars: Sequence[Path],
     labelled: bool = False,
@@ -453,9 +481,8 @@ def open_tars(
     ValueError if the tars are damaged, or if the images have no labels although they must be `labelled`.
     """
     root = tars[0].parent
-    index = root / INDEX
-    if not index.exists():
-        index = find_index(root, tars)
+    packed = root / INDEX
+    index = read_index(packed) if packed.exists() else find_index(root, tars)
     images = TarImages(index, LocalTars(root), notes, in_chans, use_pillow, invalid)
     indexed = set(images.tars)
     given = {tar.name for tar in tars}
@@ -467,8 +494,8 @@ def open_tars(
     return images
 
 
-def find_index(root: Path, tars: Sequence[Path]) -> Path:
-    """Returns an index of the tars: beside them, or in the user's cache if that cannot be written.
+def find_index(root: Path, tars: Sequence[Path]) -> Index:
+    """Returns the index of the tars: beside them, or in the user's cache if that cannot be written.
 
     The index is made if it is missing, damaged or out of date.
     """
@@ -482,16 +509,16 @@ def find_index(root: Path, tars: Sequence[Path]) -> Path:
     places = [root / ".prmim" / name, user_cache() / short_hash(root.resolve()) / name]
     for place in places:
         with suppress(ValueError):  # missing or damaged
-            _, content = read_index(place)
-            if content.get("stamp") == stamp:
-                return place
+            index = read_index(place)
+            if index.content.get("stamp") == stamp:
+                return index
     print(f"indexing {count_of(len(tars), 'tar')} in {root}, once", flush=True)
     rows, content = scan_tars(tars)
     problems: list[str] = []
     for place in places:
         try:
             write_index(place, rows, {**content, "tars": entries, "stamp": stamp})
-            return place
+            return read_index(place)
         except OSError as error:
             problems.append(str(error))
     raise ValueError(f"the index of {str(root)!r} cannot be written: {'; '.join(problems)}")
