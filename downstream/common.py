@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
@@ -12,7 +13,7 @@ from encoders.trained import Trained
 from util import collectives
 from util.data.decode import is_turned
 from util.data.images import EncodedImages, evenly_spaced
-from util.data.open import refuse_other_data
+from util.data.open import is_same_folder, refuse_other_data
 from util.data.statistics import normalizer
 from util.data.transforms import Size
 from util.evaluate.results import Evaluation
@@ -280,15 +281,18 @@ def open_and_check(args: argparse.Namespace, split: str, open_split: Callable[[]
     def open_here() -> SomeImages:
         images = open_split()
         images.check(max_bad_fraction)
+        looked_at = evenly_spaced(len(images), 1000).tolist()
+        num_turned = sum(is_turned(images.path(i)) for i in looked_at)
+        if num_turned:
+            turned = f"{num_turned} of {count_of(len(looked_at), 'image')} have an EXIF orientation, which is ignored"
+            images.notes.append(f"note: {turned}: boxes and labels must fit the stored pixels")
         return images
 
-    images = collectives.run_everywhere(open_here)
-    looked_at = evenly_spaced(len(images), 1000).tolist()
-    num_turned = sum(is_turned(images.path(i)) for i in looked_at)
-    if num_turned:
-        turned = f"{num_turned} of {count_of(len(looked_at), 'image')} have an EXIF orientation, which is ignored"
-        images.notes.append(f"note: {turned}: boxes and labels must fit the stored pixels")
-    refuse_other_data(images, split)
+    if is_same_folder(args.data_path, Path(args.data_path)):
+        images = collectives.run_on_rank0(open_here)
+    else:
+        images = collectives.run_everywhere(open_here)
+        refuse_other_data(images, split)
     if args.check_data:
         from util.data import survey
 

@@ -175,14 +175,10 @@ def score_results(results: list[dict[str, Any]], images: CocoImages, masks: bool
     scores: dict[str, float] = {}
     details = {}
     for name, kind in kinds.items():
-        precision = average_precision(truth, results, kind)
+        precision = average_precision(truth, results, dict(images.categories), kind)
         for measure, value in precision.scores.items():
             scores[f"{name}_{measure}"] = value
-        of_names = {}
-        for number, category in images.categories:
-            if number in precision.of_categories:
-                of_names[category] = precision.of_categories[number]
-        details[f"{name}_ap_of_classes"] = of_names
+        details[f"{name}_ap_of_classes"] = precision.of_classes
     scores["num_images"] = len(images)
     return Evaluation(scores, details)
 

@@ -16,18 +16,20 @@ class AveragePrecision(NamedTuple):
     """Average precision in percent, where there are objects."""
 
     scores: dict[str, float]  # of NAMES
-    of_categories: dict[int, float]  # {id of a category: "ap" of it alone}
+    of_classes: dict[str, float]  # {name of a category: "ap" of it alone}
 
 
 def average_precision(
     truth: Mapping[str, Any],
     detections: Sequence[Mapping[str, Any]],
+    names: Mapping[int, str],
     kind: str,
 ) -> AveragePrecision:
     """Scores detections.
 
     truth: the content of a COCO-style JSON file. detections: COCO's results of all images, with image_id, category_id,
-    score, bbox [x, y, width, height] and, for masks, segmentation. kind: "bbox" or "segm".
+    score, bbox [x, y, width, height] and, for masks, segmentation. names: of the categories, by their ids. kind: "bbox"
+    or "segm".
     """
     from faster_coco_eval import COCO, COCOeval_faster
 
@@ -44,11 +46,11 @@ def average_precision(
     scores = {name: 100 * float(value) for name, value in measured.items() if value >= 0}
     # [IoU, recall, category, area, detections]: at first all areas, at last 100 detections
     precision = np.moveaxis(evaluation.eval["precision"][:, :, :, 0, -1], 2, 0)
-    of_categories = {}
-    for category, values in zip(evaluation.params.catIds, precision, strict=True):
+    of_classes = {}
+    for number, values in zip(evaluation.params.catIds, precision, strict=True):
         if values.min() >= 0:  # -1: there is no object
-            of_categories[int(category)] = 100 * float(values.mean())
-    return AveragePrecision(scores, of_categories)
+            of_classes[names[number]] = 100 * float(values.mean())
+    return AveragePrecision(scores, of_classes)
 
 
 def complete_truth(truth: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,23 +1,18 @@
 """Encoders of timm for the probes, with weights of the Hugging Face Hub, of its cache, or of a file."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
-import huggingface_hub
 import timm
 import torch
 from torch import nn
 
 from downstream.probe.models import FrozenEncoder
 from encoders.load import ENCODER_KEYS, refuse_foreign
-from util.data.pixel_format import RGB8, PixelFormat
-from util.data.statistics import find_statistics
+from util.data.pixel_format import RGB8
 from util.run.files import checkpoint, search
 from util.text import close_to, shorten
-
-TIMEOUT = 10  # seconds of a request to the Hub
 
 
 def open_timm_model(name: str, path: str | None = None, input_size: int | None = None) -> FrozenEncoder:
@@ -33,8 +28,7 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
         options["img_size"] = input_size
     try:
         if path is None:
-            with hub_or_cache():
-                network = timm.create_model(name, pretrained=True, num_classes=0, **options)
+            network = timm.create_model(name, pretrained=True, num_classes=0, **options)
         else:
             network = timm.create_model(name, num_classes=0, **options)
     except Exception as error:  # many types: no weights, no network, a size that does not fit
@@ -49,10 +43,8 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
         file = search.find_checkpoint_file(path)
         load_timm_weights(network, name, file)
         stored = checkpoint.read_info(file).pixel_settings
-        pixels = PixelFormat(in_chans, stored["pixels"] or RGB8.dtype)
-        statistics = find_statistics(stored, pixels)
-        if statistics is not None and any(stored.values()):
-            pixel_settings = {"pixels": pixels.dtype, "mean": statistics[0], "std": statistics[1]}
+        if stored["mean"] and stored["std"]:
+            pixel_settings = {**stored, "pixels": stored["pixels"] or RGB8.dtype}
             whose = f"those of {str(file)!r}"
     mean = list(pixel_settings["mean"])
     std = list(pixel_settings["std"])
@@ -107,24 +99,3 @@ def sha256_of_weights(network: nn.Module) -> str:
     for tensor in network.state_dict().values():
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def can_reach_hub() -> bool:
-    """Whether one request reaches the Hub."""
-    try:
-        huggingface_hub.utils.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=TIMEOUT)
-    except Exception:  # of requests or httpx, which the library has used, or of its offline mode
-        return False
-    return True
-
-
-@contextmanager
-def hub_or_cache() -> Iterator[None]:
-    """Inside, only the cache is read if the Hub cannot be reached: each missing file would be tried for 25 seconds."""
-    constants = huggingface_hub.constants
-    was_offline = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = was_offline or not can_reach_hub()
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = was_offline

@@ -1,5 +1,7 @@
 """What holds for the programs of both dense tasks: results, resume, several processes, bands, bad flags, schedules."""
 
+import sys
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from models_vit import MICRO, VisionTransformer
 from tests.downstream.bands import write_bands
 from tests.downstream.dense import detect, segment, segment_linear
 from tests.runs import assert_same_state, reports, reports_without_times, state
+from tests.two_processes import run_in_two_processes
 from util.evaluate.results import RESULTS
 from util.run.files.checkpoint import save_checkpoint
 from util.run.files.reports import read_json
@@ -70,6 +73,29 @@ def test_an_evaluation_in_two_processes_is_that_of_one(dense, tmp_path):
     assert scores_of(results["last"]) == scores_of(expected["last"])
     assert results["details"] == expected["details"]
     assert (tmp_path / program.picture).exists()
+
+
+def open_and_watch(rank, path, root):
+    """Opens the training images. Returns (their names, the files below `root` that were opened)."""
+    opened = []
+
+    def note(event, arguments):
+        if event == "open" and str(arguments[0]).startswith(str(root)):
+            opened.append(arguments[0])
+
+    program = {segment.path: segment, detect.path: detect}[path]
+    _, args = program.module.parse_args(program.command(root, "nowhere"))
+    sys.addaudithook(note)  # of this child process
+    images = program.module.open_split(args, "train")
+    return images.names.tolist(), list(opened)
+
+
+def test_rank_0_alone_reads_the_headers_of_a_shared_folder(dense):
+    program, data, _ = dense
+    (names, opened), (received, opened_by_other) = run_in_two_processes(open_and_watch, program.path, data)
+    assert received == names
+    assert len(opened) >= len(names)
+    assert not opened_by_other
 
 
 def test_an_evaluation_never_replaces_the_results_of_a_run(dense, capsys):

@@ -303,6 +303,9 @@ def detections_of(truth, shift=0.0, score=0.9):
     return results
 
 
+NAMES_OF_CLASSES = {BAR: "bar", WEDGE: "wedge", 5: "absent"}
+
+
 @pytest.mark.parametrize("kind", ["bbox", "segm"])
 def test_average_precision_equals_the_reference_evaluator(truth, kind):
     coco = pytest.importorskip("pycocotools.coco")
@@ -333,10 +336,10 @@ def test_average_precision_equals_the_reference_evaluator(truth, kind):
         return 100 * evaluation.stats[: len(NAMES)]
 
     truth["categories"].append({"id": 5, "name": "absent"})
-    found = average_precision(truth, detections, kind)
+    found = average_precision(truth, detections, NAMES_OF_CLASSES, kind)
     expected = {name: value for name, value in zip(NAMES, measures(), strict=True) if value >= 0}
     assert found.scores == pytest.approx(expected, rel=1e-9)
-    assert found.of_categories == pytest.approx({number: measures(catIds=[number])[0] for number in (BAR, WEDGE)})
+    assert found.of_classes == pytest.approx({"bar": measures(catIds=[BAR])[0], "wedge": measures(catIds=[WEDGE])[0]})
 
 
 def test_missing_fields_are_filled_in(truth):
@@ -345,7 +348,7 @@ def test_missing_fields_are_filled_in(truth):
         annotation["id"] = 0  # which the evaluators take for "not matched"
         del annotation["area"]
         del annotation["iscrowd"]
-    scores = average_precision(truth, detections, "bbox").scores
+    scores = average_precision(truth, detections, NAMES_OF_CLASSES, "bbox").scores
     assert scores["ap"] == pytest.approx(100)
-    scores = average_precision(truth, detections[1:], "bbox").scores
+    scores = average_precision(truth, detections[1:], NAMES_OF_CLASSES, "bbox").scores
     assert scores["ap"] < 100
