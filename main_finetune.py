@@ -22,12 +22,11 @@ from encoders.classifiers import MODELS, NAMES, build_classifier, plain_size
 from encoders.load import FirstWeights, load_encoder, read_first
 from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
-from util.data.datasets import AddressedDataset, stack
+from util.data.datasets import AddressedDataset, StepBatchSampler, stack
 from util.data.finetune_augment import FinetuneAugment
 from util.data.images import check_classes, match_splits, note_on_small_images
 from util.data.open import open_everywhere
 from util.data.pixel_format import RGB8, PixelFormat
-from util.data.statistics import Statistics
 from util.data.transforms import RandomResizedCropFlip, ResizeCenterCrop, with_vflip
 from util.evaluate import robustness
 from util.evaluate.evaluator import Evaluator
@@ -49,9 +48,9 @@ from util.run.start.flags import (
     run_flags,
 )
 from util.run.start.plan import Plan, check_repeats, schedule_by_epochs
-from util.run.start.run import Run, RunFacts
-from util.run.train.loader import TrainLoader
+from util.run.start.run import Run
 from util.run.train.training import Training
+from util.run.train.wrap import wrap_model
 from util.text import count_of
 
 PROGRAM = "main_finetune.py"
@@ -312,28 +311,20 @@ def match_run(run: Run, model: nn.Module, classes: list[str]) -> None:
         model.cls_token_mlp = nn.Identity()
 
 
-def describe_model(
-    args: argparse.Namespace,
-    model: nn.Module,
-    first: FirstWeights,
-    statistics: Statistics,
-    val_images: Any,
-    classes: list[str],
-) -> RunFacts:
+def describe_model(args: argparse.Namespace, model: nn.Module, first: FirstWeights, num_classes: int) -> dict[str, Any]:
     """Returns what the checkpoints say about the model, beside the flags.
 
     cls_token_is_folded: although --cls_token_mlp was given, TEC's publication has none. See `load_encoder`.
     """
     is_folded = args.cls_token_mlp and isinstance(model.cls_token_mlp, nn.Identity)
-    settings = {
-        "nb_classes": len(classes),
+    return {
+        "nb_classes": num_classes,
         "input_size": plain_size(model.img_size),
         "patch_size": model.patch_size,
         "cls_token_is_folded": is_folded,
         "rgb_bands": first.rgb_bands,
         **getattr(model, "traits", {}),
     }
-    return RunFacts(statistics, settings, val_images, classes)
 
 
 def open_data(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -398,26 +389,30 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         augmentation, notes = make_augmentation(args, model.img_size, images.pixel_format, given)
         run.note(*notes, *note_on_small_images(images, model.img_size))
         dataset = AddressedDataset(images, augmentation, replace=args.max_bad_fraction > 0)
-        loader = TrainLoader(
-            dataset,
-            stack,
-            model.img_size,
-            run.plan,
-            run.process,
+        sampler = StepBatchSampler(
+            len(dataset),
+            run.plan.batch_size,
+            run.plan.accum_iter,
+            run.process.rank,
+            run.process.world_size,
             args.seed,
             repeats=args.repeat_aug,
             epochs=range(args.epochs),
         )
+        open_loader = partial(run.open_loader, dataset, sampler, stack, model.img_size)
 
-        schedule = schedule_by_epochs(args, run.plan, loader.steps_per_epoch)
-        facts = describe_model(args, model, first, statistics, val_images, classes)
-        training = Training(run, model, optimizer, dataset, schedule, facts)
+        schedule = schedule_by_epochs(args, run.plan, sampler.steps_per_epoch)
+        settings = describe_model(args, model, first, len(classes))
+        info = run.describe(images, optimizer, schedule, statistics, settings, val_images=val_images, classes=classes)
+        state = run.restore(model, optimizer, info)
+        model_in_ddp = wrap_model(model, run, info.settings["compile"])
+        training = Training(run, model, model_in_ddp, optimizer, dataset, schedule, info, state)
         training.announce(summary_rows(args, model, images, val_images))
 
         evaluator = make_evaluator(training, model, val_images)
         augment_batch = make_batch_augmentation(args, len(classes), run.process.device)
         train_steps = partial(train_one_epoch, augment=augment_batch)
-        return training.train(train_steps, loader.open, [evaluator], lambda: evaluator.summary(args.model))
+        return training.train(train_steps, open_loader, [evaluator], lambda: evaluator.summary(args.model))
 
 
 if __name__ == "__main__":

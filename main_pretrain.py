@@ -23,10 +23,10 @@ from prmim import AGGREGATION, SAMPLING, SpatialAggregation
 from recipes import RECIPES
 from util import collectives
 from util.costs import fitting_images, forward_gmac
-from util.data.datasets import AddressedDataset
+from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import note_on_small_images
 from util.data.open import open_everywhere
-from util.data.statistics import Statistics
+from util.data.transforms import RandomResizedCropFlip, Size, with_vflip
 from util.flag import Flag
 from util.run.cli import Parser, early_values, parse_with_recipe, run_program
 from util.run.start.flags import (
@@ -40,10 +40,10 @@ from util.run.start.flags import (
     run_flags,
 )
 from util.run.start.plan import Plan, check_repeats, schedule_by_epochs
-from util.run.start.run import Run, RunFacts
-from util.run.train.loader import TrainLoader, make_augmentation
+from util.run.start.run import Run
 from util.run.train.meter import utilization
 from util.run.train.training import BetweenSteps, Training, TrainSteps
+from util.run.train.wrap import wrap_model
 from util.text import count_of, shorten
 
 PROGRAM = "main_pretrain.py"
@@ -189,6 +189,21 @@ def unused_flags(args: argparse.Namespace) -> dict[str, str]:
     return unused
 
 
+def make_augmentation(args: argparse.Namespace, img_size: Size) -> Callable:
+    """Returns the random crop and flips of the images of a pre-training."""
+    options: dict[str, Any] = {
+        "interpolation": args.interpolation,
+        "reference": args.loader == "reference",
+        "hflip": args.hflip,
+    }
+    crop: Callable = RandomResizedCropFlip(img_size, args.seed, args.crop_scale, **options)
+    if args.crop == "padded":
+        from util.data.padded_crop import PaddedCropFlip
+
+        crop = PaddedCropFlip(img_size, args.seed, **options)
+    return with_vflip(crop, args.vflip, args.seed)
+
+
 def make_optimizer(model: Framework, args: argparse.Namespace, lr: float) -> torch.optim.Optimizer:
     """Returns AdamW, without weight decay on biases, norms and what the model names.
 
@@ -220,15 +235,15 @@ def summary_rows(args: argparse.Namespace, model: Framework, images: Any) -> dic
     }
 
 
-def describe_model(model: Framework, statistics: Statistics, first: FirstWeights) -> RunFacts:
-    """Returns what the checkpoints say about the model, beside the flags."""
+def describe_model(model: Framework, first: FirstWeights) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns what the checkpoints say about the model, beside the flags: (settings, {flag: fingerprint of a file})."""
     files = {}
     for flag, file in model.named_files().items():
         if file.fingerprint is not None:
             files[flag] = file.fingerprint
     settings = {"input_size": model.img_size, "patch_size": model.patch_size, **model.own_settings()}
     settings |= {**getattr(model, "traits", {}), "rgb_bands": first.rgb_bands}
-    return RunFacts(statistics, settings, files=files)
+    return settings, files
 
 
 def summary_of_run(args: argparse.Namespace, training: Training) -> list[str]:
@@ -344,24 +359,29 @@ def main(argv: Sequence[str] | None = None) -> bool:
         dataset = AddressedDataset(
             images, augmentation, replace=args.max_bad_fraction > 0, with_boxes=args.sampling == "attention"
         )
-        collator = model.collator(args.sampling, args.seed)
-        loader = TrainLoader(
-            dataset,
-            collator,
-            model.img_size,
-            run.plan,
-            run.process,
+        sampler = StepBatchSampler(
+            len(dataset),
+            run.plan.batch_size,
+            run.plan.accum_iter,
+            run.process.rank,
+            run.process.world_size,
             args.seed,
             repeats=args.repeat_aug,
             epochs=range(args.epochs),
         )
+        open_loader = partial(
+            run.open_loader, dataset, sampler, model.collator(args.sampling, args.seed), model.img_size
+        )
 
-        schedule = schedule_by_epochs(args, run.plan, loader.steps_per_epoch)
+        schedule = schedule_by_epochs(args, run.plan, sampler.steps_per_epoch)
         if schedule.num_steps < FEW_STEPS and args.pretrained is None:
             steps = count_of(schedule.num_steps, "step")
             run.note(f"note: {steps} may be too few: the shortest run that was seen to help had {FEW_STEPS} (--epochs)")
-        facts = describe_model(model, statistics, first)
-        training = Training(run, model, optimizer, dataset, schedule, facts)
+        settings, files = describe_model(model, first)
+        info = run.describe(images, optimizer, schedule, statistics, settings, files=files)
+        state = run.restore(model, optimizer, info)
+        model_in_ddp = wrap_model(model, run, info.settings["compile"])
+        training = Training(run, model, model_in_ddp, optimizer, dataset, schedule, info, state)
         training.announce(summary_rows(args, model, images))
         if args.sampling != "attention":  # whose maps change the token counts
             count = partial(forward_gmac, vars(args), build_model)
@@ -369,11 +389,11 @@ def main(argv: Sequence[str] | None = None) -> bool:
 
         between: list[BetweenSteps] = [Pictures(training, model, images)]
         between.append(monitor.Monitor(training, model, images, val_images))
-        open_batches: Callable[[range], Any] = loader.open
+        open_batches: Callable[[range], Any] = open_loader
         if args.sampling == "attention":
             from frameworks.hooks import attention_phases
 
-            phases = attention_phases.AttentionPhases(training, model, loader)
+            phases = attention_phases.AttentionPhases(training, model, dataset, sampler)
             between.append(phases)
             open_batches = phases.open
         train_steps: TrainSteps = train_one_epoch

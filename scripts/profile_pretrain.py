@@ -41,7 +41,8 @@ from recipes import RECIPES
 from util import costs
 from util.attention import CHOICES, prefer
 from util.code_version import code_version
-from util.data.datasets import AddressedDataset
+from util.data.datasets import AddressedDataset, StepBatchSampler
+from util.data.loader import Loader
 from util.data.open import open_everywhere
 from util.data.transforms import Normalize
 from util.flag import Flag
@@ -49,7 +50,6 @@ from util.run.cli import Parser, prepare_file, run_program, user_errors
 from util.run.processes.distributed import PRECISIONS, Process, precision
 from util.run.processes.supervise import Watchdog
 from util.run.start.plan import RunSchedule, make_plan
-from util.run.train.loader import TrainLoader, make_augmentation
 from util.run.train.logging import RunLog
 from util.run.train.loop import TrainLoop
 from util.run.train.step_graphs import WARM_UP
@@ -95,11 +95,12 @@ class Step:
             args=argparse.Namespace(clip_grad=None, seed=0, print_freq=NEVER, max_steps=None),
             plan=argparse.Namespace(precision=args.precision, total_batch_size=args.batch_size, accum_iter=1),
             process=self.process,
+            first_step=0,
             watchdog=Watchdog(3600, 3600),
         )
         schedule = RunSchedule(NEVER, NEVER, NEVER, lambda step, lr_scale: 1e-4, summary="", pauses=(), epochs=1)
         log = RunLog("", 0, 0, enabled=False)
-        self.loop = TrainLoop(run, schedule, self.model, optimizer, self.normalize, log)
+        self.loop = TrainLoop(run, self.model, optimizer, schedule, self.normalize, log, state={})
         self.train_steps: Callable[..., None] = train_one_epoch
         if args.cuda_graph:
             graphs = self.loop.capture_steps(forward_backward, update)
@@ -174,19 +175,22 @@ def seconds_from(data_path: str, repeats: int, recipe: str, step: Step, args: ar
     size = str(args.batch_size)
     words = ["--recipe", recipe, "--device", args.device, "--batch_size", size, "--total_batch_size", size]
     _, flags = main_pretrain.parse_args([*words, "--data_path", data_path, "--repeat_aug", str(repeats)])
-    dataset = AddressedDataset(open_everywhere(flags, "train"), make_augmentation(flags, step.model.img_size))
-    loader = TrainLoader(
-        dataset,
-        step.model.collator(flags.sampling, flags.seed),
-        step.model.img_size,
-        make_plan(flags, step.process),
-        step.process,
-        flags.seed,
-        repeats=repeats,
-        epochs=range(flags.epochs),
+    dataset = AddressedDataset(
+        open_everywhere(flags, "train"), main_pretrain.make_augmentation(flags, step.model.img_size)
+    )
+    plan = make_plan(flags, step.process)
+    sampler = StepBatchSampler(
+        len(dataset), plan.batch_size, 1, 0, 1, flags.seed, repeats=repeats, epochs=range(flags.epochs)
     )
     first_steps = args.data_steps // 8  # in which the workers start
-    with closing(loader.open(range(first_steps + args.data_steps))) as batches:
+    loader = Loader(
+        dataset,
+        sampler.batches(range(first_steps + args.data_steps)),
+        step.model.collator(flags.sampling, flags.seed),
+        num_workers=plan.num_workers,
+        for_gpu=plan.device == "cuda",
+    )
+    with closing(loader) as batches:
         step.train(batches, first_steps)
         train = partial(step.train, batches, args.data_steps)
         return costs.seconds_of(train, step.process.device) / args.data_steps

@@ -101,6 +101,7 @@ def a_run(device="cpu", precision_name="fp32", accum_iter=1, clip_grad=None, see
         plan=Namespace(precision=precision_name, total_batch_size=8, accum_iter=accum_iter),
         process=Process(torch.device(device), *rank_and_world_size()),
         watchdog=Watchdog(600, 600),
+        first_step=0,
     )
 
 
@@ -111,7 +112,8 @@ def a_schedule(learning_rate, steps_per_epoch=25, num_steps=100):
 def a_driver(model, optimizer, learning_rate, precision_name="fp32", device="cpu", augment=None, **options):
     """A Driver of the pre-training loop, or of fine-tuning with `augment`. options: of `a_run`."""
     run = a_run(device, precision_name, **options)
-    loop = TrainLoop(run, a_schedule(learning_rate), model, optimizer, Normalize().to(device), SilentLog())
+    schedule = a_schedule(learning_rate)
+    loop = TrainLoop(run, model, optimizer, schedule, Normalize().to(device), SilentLog(), state={})
     if augment is None:
         return Driver(engine_pretrain.train_one_epoch, model, loop)
     return Driver(engine_finetune.train_one_epoch, model, loop, augment)

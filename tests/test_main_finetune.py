@@ -38,7 +38,6 @@ from util.evaluate import evaluator
 from util.run.files import checkpoint
 from util.run.files.checkpoint import save_checkpoint
 from util.run.files.search import newest_checkpoint
-from util.run.train.loader import make_augmentation
 from util.run.train.saving import CheckpointSaver
 
 
@@ -129,7 +128,8 @@ def test_mixup_never_mixes_crops_of_one_image(mode, labelled, tmp_path, capsys):
     """Each image has a label of its own here, so a mixed target has two."""
     mixup = timm.data.Mixup(mixup_alpha=0.8, mode=mode, label_smoothing=0, num_classes=24)
     np.random.seed(0)  # whence timm draws
-    for batch in StepBatchSampler(24, 8, 1, 0, 1, 0, 0, 21, repeats=4, epochs=range(7)):
+    sampler = StepBatchSampler(24, 8, 1, 0, 1, 0, repeats=4, epochs=range(7))
+    for batch in sampler.batches(range(21)):
         _, targets = mixup(torch.zeros(8, 3, 4, 4), torch.tensor([index for _, index in batch]))
         assert targets.count_nonzero(dim=1).tolist() == [2] * 8
     odd = ("--mixup", 0.8, "--mixup_mode", mode, "--batch_size", 12, "--repeat_aug", 4)
@@ -510,7 +510,7 @@ def test_images_are_flipped_if_the_flags_say_so(program, flags, pixels, switch, 
             augment, _ = main_finetune.make_augmentation(args, (32, 32), pixels, set())
         else:
             _, args = main_pretrain.parse_args([value, *flags])
-            augment = make_augmentation(args, (32, 32))
+            augment = main_pretrain.make_augmentation(args, (32, 32))
         ramp = torch.arange(40).to(getattr(torch, pixels.dtype))
         img = ramp.expand(pixels.channels, 40, 40)
         if switch == "vflip":

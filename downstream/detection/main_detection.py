@@ -30,7 +30,7 @@ from downstream.detection.pictures import draw_sample
 from downstream.recipes import DETECTION_RECIPES, MASK_RCNN_DEFAULTS
 from encoders.load import load_encoder, read_first
 from encoders.trained import load
-from util.data.datasets import AddressedDataset
+from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import check_classes, check_splits, note_on_small_images
 from util.data.open import marks_of
 from util.evaluate.evaluator import Evaluator
@@ -38,9 +38,9 @@ from util.evaluate.session import Session, session_of_eval
 from util.flag import Flag
 from util.run.cli import Parser, parse_with_recipe, run_program
 from util.run.start.plan import Plan
-from util.run.start.run import Run, RunFacts
-from util.run.train.loader import TrainLoader
+from util.run.start.run import Run
 from util.run.train.training import Training
+from util.run.train.wrap import wrap_model
 from util.text import count_of
 from util.urls import local_path
 
@@ -232,13 +232,23 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
 
         augmentation = LargeScaleJitter(images, args.input_size, args.seed, args.scale_range, masks, args.hflip)
         dataset = AddressedDataset(images, augmentation)
-        loader = TrainLoader(dataset, PadAndStack(args.input_size), model.img_size, run.plan, run.process, args.seed)
+        sampler = StepBatchSampler(
+            len(dataset),
+            run.plan.batch_size,
+            run.plan.accum_iter,
+            run.process.rank,
+            run.process.world_size,
+            args.seed,
+        )
+        open_loader = partial(run.open_loader, dataset, sampler, PadAndStack(args.input_size), model.img_size)
 
         rate = StepDecay(args.num_iters, args.warmup_iters, run.plan.lr, args.lr_drops)
-        schedule = schedule_by_iterations(run, loader.steps_per_epoch, rate)
+        schedule = schedule_by_iterations(run, sampler.steps_per_epoch, rate)
         settings = {**chosen, "patch_size": model.patch_size, "rgb_bands": first.rgb_bands}
-        facts = RunFacts(statistics, settings, val_images)
-        training = Training(run, model, optimizer, dataset, schedule, facts)
+        info = run.describe(images, optimizer, schedule, statistics, settings, val_images=val_images)
+        state = run.restore(model, optimizer, info)
+        model_in_ddp = wrap_model(model, run, info.settings["compile"])
+        training = Training(run, model, model_in_ddp, optimizer, dataset, schedule, info, state)
         name = f"Faster R-CNN on {args.model}"
         if masks:
             name = f"Mask R-CNN on {args.model}"
@@ -247,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         evaluate_val = partial(evaluate, model, val_images, val_masks, args.num_pictures)
         evaluator = Evaluator(training, evaluate_val, describe_scores, picture_name=PICTURE)
         draw = partial(draw_sample, names=[name for _, name in images.categories])
-        return training.train(train_one_epoch, loader.open, [evaluator], lambda: evaluator.summary(name), draw)
+        return training.train(train_one_epoch, open_loader, [evaluator], lambda: evaluator.summary(name), draw)
 
 
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, Any]:

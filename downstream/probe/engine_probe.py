@@ -324,12 +324,10 @@ class Probing:
             rank=process.rank,
             world_size=process.world_size,
             seed=args.seed,
-            start_step=0,
-            end_step=args.steps,
         )
         return Loader(
             AddressedDataset(training, augmentation, replace=args.max_bad_fraction > 0),
-            sampler,
+            sampler.batches(range(args.steps)),
             stack,
             num_workers=self.context.num_workers,
             for_gpu=self.context.device.type == "cuda",

@@ -43,7 +43,7 @@ from downstream.segmentation.models import HEADS, Segmenter, build_segmenter
 from encoders.load import load_encoder, read_first
 from encoders.trained import load
 from util import collectives
-from util.data.datasets import AddressedDataset
+from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import check_splits, note_on_small_images
 from util.data.open import marks_of
 from util.evaluate.evaluator import Evaluator
@@ -51,9 +51,9 @@ from util.evaluate.session import Session, session_of_eval
 from util.flag import Flag
 from util.run.cli import Parser, run_program
 from util.run.start.plan import Plan
-from util.run.start.run import Run, RunFacts
-from util.run.train.loader import TrainLoader
+from util.run.start.run import Run
 from util.run.train.training import Training
+from util.run.train.wrap import wrap_model
 from util.text import count_of
 from util.urls import local_path
 
@@ -272,13 +272,32 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             pixels.has_invalid,
         )
         dataset = AddressedDataset(images, augmentation, replace=args.max_bad_fraction > 0)
-        loader = TrainLoader(dataset, stack_pairs, model.img_size, run.plan, run.process, args.seed)
+        sampler = StepBatchSampler(
+            len(dataset),
+            run.plan.batch_size,
+            run.plan.accum_iter,
+            run.process.rank,
+            run.process.world_size,
+            args.seed,
+        )
+        open_loader = partial(run.open_loader, dataset, sampler, stack_pairs, model.img_size)
 
         rate = LinearDecay(args.num_iters, args.warmup_iters, run.plan.lr)
-        schedule = schedule_by_iterations(run, loader.steps_per_epoch, rate)
+        schedule = schedule_by_iterations(run, sampler.steps_per_epoch, rate)
         settings = {"patch_size": model.patch_size, "rgb_bands": first.rgb_bands}
-        facts = RunFacts(statistics, settings, val_images, classes.names, classes.colors.tolist())
-        training = Training(run, model, optimizer, dataset, schedule, facts)
+        info = run.describe(
+            images,
+            optimizer,
+            schedule,
+            statistics,
+            settings,
+            val_images=val_images,
+            classes=classes.names,
+            class_colors=classes.colors.tolist(),
+        )
+        state = run.restore(model, optimizer, info)
+        model_in_ddp = wrap_model(model, run, info.settings["compile"])
+        training = Training(run, model, model_in_ddp, optimizer, dataset, schedule, info, state)
         name = f"{args.head} on {args.model}"
         training.announce(common.summary_rows(name, model, args.num_classes, images, val_images))
 
@@ -287,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         evaluator = Evaluator(training, evaluate_val, describe_scores, picture_name=PICTURE)
         train_steps = partial(train_one_epoch, mean_over_valid=args.mean_over_valid)
         draw = partial(draw_labels, classes=classes)
-        return training.train(train_steps, loader.open, [evaluator], lambda: evaluator.summary(name), draw)
+        return training.train(train_steps, open_loader, [evaluator], lambda: evaluator.summary(name), draw)
 
 
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,10 @@ from prmim import TokenOrderSampler
 from util.atomic import replaced_file
 from util.collectives import all_reduce_sum, rank_and_world_size, run_everywhere, run_on_rank0
 from util.data.attention_maps import CROPS, AttentionMaps, Squash, maps_path, write_maps
-from util.data.datasets import AddressedDataset, stack
+from util.data.datasets import AddressedDataset, StepBatchSampler, stack
 from util.data.loader import Loader
 from util.flag import Flag
 from util.peer_sampling import attention_sampling
-from util.run.train.loader import TrainLoader
 from util.run.train.loop import TrainLoop
 from util.run.train.training import Training
 from util.text import count_of
@@ -172,7 +171,8 @@ class AttentionPhases:
 
     training: Training
     model: Framework
-    loader: TrainLoader  # whose data set gives the boxes of its crops
+    dataset: AddressedDataset  # gives the boxes of its crops
+    sampler: StepBatchSampler
     batches: Loader | None = field(init=False, default=None)  # of the open phase
     open_until: int = field(init=False, default=0)  # the step after the last one of the open phase
     resumed_maps: AttentionMaps | None = field(init=False, default=None)  # of the phase in which the run is resumed
@@ -230,8 +230,8 @@ class AttentionPhases:
         steps = range(loop.step, min(self.open_until, loop.last_step))
         first_epoch = 0 if refresh is None else refresh + 1
         # Groups of --repeat_aug end with the phase: all crops of an image are drawn with the same maps.
-        epochs = range(first_epoch, last_epoch + 1)
-        self.batches = replace(self.loader, collate=collator, epochs=epochs).open(steps)
+        sampler = self.sampler.with_epochs(range(first_epoch, last_epoch + 1))
+        self.batches = self.training.run.open_loader(self.dataset, sampler, collator, self.model.img_size, steps)
         loop.reports.num_written = 0  # the next report includes the start of the workers, as a run's first one does
 
         covered = f"epoch {epoch}"

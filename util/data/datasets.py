@@ -1,5 +1,7 @@
 """The data set `dataset[(epoch, index)]`, and the sampler of its addresses."""
 
+import copy
+import math
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -99,12 +101,13 @@ class StepBatchSampler:
     The order of an epoch is a permutation that depends on (seed, epoch). It is cut into `num_samples // total_batch`
     steps; the remaining images are left out of that epoch. Within a step, micro-batch a of process r takes the next
     `batch_size` samples, so that any split of the same total over processes and accumulation sees the same samples in
-    the same step. To resume, start at `start_step`. One iterator covers the whole run: workers stay busy across epochs.
+    the same step.
 
     repeats: R, crops of an image that lie beside each other in a micro-batch, which R divides. R epochs make a group,
-    see `group_of`: they share the permutation of the first one, and a step has `total_batch / R` images, each at its
-    addresses in all of these epochs. So the steps of a group have the samples that its epochs have without repeats (if
-    `total_batch` divides `num_samples`; else as many), in another order. epochs: those that groups are made of.
+    see `epoch_groups`: they share the permutation of the first one, and a step has `total_batch / R` images, each at
+    its addresses in all of these epochs. So the steps of a group have the samples that its epochs have without repeats
+    (if `total_batch` divides `num_samples`; else as many), in another order. epochs: those that groups are made of; by
+    default as many as there are.
     """
 
     def __init__(
@@ -115,8 +118,6 @@ class StepBatchSampler:
         rank: int,
         world_size: int,
         seed: int,
-        start_step: int,
-        end_step: int,
         repeats: int = 1,
         epochs: range = range(0),
     ) -> None:
@@ -128,44 +129,46 @@ class StepBatchSampler:
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
-        self.start_step = start_step
-        self.end_step = end_step
         self.repeats = repeats
         self.epochs = epochs
 
-    def __len__(self) -> int:
-        return max(0, self.end_step - self.start_step) * self.accum_iter
+    def with_epochs(self, epochs: range) -> "StepBatchSampler":
+        """Returns the sampler whose groups are made of these epochs."""
+        sampler = copy.copy(self)
+        sampler.epochs = epochs
+        return sampler
 
-    def __iter__(self) -> Iterator[list[Address]]:
-        group = range(0)
-        order = np.empty(0, np.int64)
-        for step in range(self.start_step, self.end_step):
-            epoch = step // self.steps_per_epoch
-            if epoch not in group:
-                group = group_of(epoch, self.repeats, self.epochs)
-                order = permutation(self.seed, group.start, self.num_samples)
-            step_in_group = step - group.start * self.steps_per_epoch
-            for micro in range(self.accum_iter):
-                place_in_step = (micro * self.world_size + self.rank) * self.batch_size
-                first = (step_in_group * self.total_batch + place_in_step) // len(group)
-                indices = order[first : first + self.batch_size // len(group)].tolist()
-                yield [(member, index) for index in indices for member in group]
+    def batches(self, steps: range) -> Iterator[list[Address]]:
+        """Yields the addresses of each micro-batch of these steps. To resume, they start later."""
+        epochs = self.epochs or range(math.ceil(steps.stop / self.steps_per_epoch))
+        for group in epoch_groups(epochs, self.repeats):
+            first_step = group.start * self.steps_per_epoch
+            steps_of_group = range(max(first_step, steps.start), min(group.stop * self.steps_per_epoch, steps.stop))
+            if not steps_of_group:
+                continue
+            order = permutation(self.seed, group.start, self.num_samples)
+            for step in steps_of_group:
+                for micro in range(self.accum_iter):
+                    place_in_step = (micro * self.world_size + self.rank) * self.batch_size
+                    first = ((step - first_step) * self.total_batch + place_in_step) // len(group)
+                    indices = order[first : first + self.batch_size // len(group)].tolist()
+                    yield [(member, index) for index in indices for member in group]
 
 
-def group_of(epoch: int, repeats: int, epochs: range) -> range:
-    """Returns the epochs that share their images with `epoch`: `repeats` of them, counted from the first of `epochs`.
+def epoch_groups(epochs: range, repeats: int) -> list[range]:
+    """Returns the groups of `repeats` epochs that share their images.
 
     The rest of `epochs` makes smaller groups, the largest first, whose sizes divide `repeats`: 7 epochs with 4 repeats
     are 4 + 2 + 1.
     """
-    start = epoch - (epoch - epochs.start) % repeats
-    while True:
-        left = epochs.stop - start
-        fitting = range(1, min(left, repeats) + 1)
-        size = max((size for size in fitting if repeats % size == 0), default=1)
-        if epoch < start + size:
-            return range(start, start + size)
+    groups = []
+    start = epochs.start
+    while start < epochs.stop:
+        fitting = range(1, min(epochs.stop - start, repeats) + 1)
+        size = max(size for size in fitting if repeats % size == 0)
+        groups.append(range(start, start + size))
         start += size
+    return groups
 
 
 def permutation(seed: int, epoch: int, length: int) -> np.ndarray:

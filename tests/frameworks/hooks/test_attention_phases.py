@@ -80,7 +80,8 @@ class Constant(nn.Module):
 
 def a_loop():
     model = torch.nn.Linear(1, 1)
-    return TrainLoop(a_run(), a_schedule(None, steps_per_epoch=3, num_steps=9), model, None, Normalize(), SilentLog())
+    schedule = a_schedule(None, steps_per_epoch=3, num_steps=9)
+    return TrainLoop(a_run(), model, None, schedule, Normalize(), SilentLog(), state={})
 
 
 @pytest.fixture
@@ -252,12 +253,12 @@ def test_all_crops_of_an_image_are_drawn_with_the_same_maps(photos, tmp_path, mo
     epochs = []
 
     class Recorded(StepBatchSampler):
-        def __iter__(self):
-            for batch in super().__iter__():
+        def batches(self, steps):
+            for batch in super().batches(steps):
                 epochs.append({epoch for epoch, _ in batch})
                 yield batch
 
-    monkeypatch.setattr("util.run.train.loader.StepBatchSampler", Recorded)
+    monkeypatch.setattr("main_pretrain.StepBatchSampler", Recorded)
     pretrain(photos, tmp_path / "out", *REPEATED, "--attention_every", 2)
     assert epochs == [{0}] * 3 + [{1, 2}] * 6 + [{3}] * 3
 

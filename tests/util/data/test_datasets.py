@@ -14,7 +14,7 @@ from util.data import images as module
 from util.data.datasets import (
     AddressedDataset,
     StepBatchSampler,
-    group_of,
+    epoch_groups,
     steps_per_epoch,
 )
 from util.data.images import FolderImages, evenly_spaced
@@ -97,7 +97,8 @@ def test_cifar_that_cannot_be_had_says_where_it_should_be(tmp_path, monkeypatch)
 
 def steps(batch_size=4, accum_iter=1, rank=0, world_size=1, seed=0, start=0, end=50, repeats=1, epochs=range(0)):
     """The micro-batches of a process, for 100 images: lists of (epoch, index)."""
-    return list(StepBatchSampler(100, batch_size, accum_iter, rank, world_size, seed, start, end, repeats, epochs))
+    sampler = StepBatchSampler(100, batch_size, accum_iter, rank, world_size, seed, repeats, epochs)
+    return list(sampler.batches(range(start, end)))
 
 
 def joined(batches):
@@ -189,11 +190,9 @@ def test_repeats_begin_anywhere():
     ],
 )
 def test_groups_of_epochs(repeats, epochs, sizes):
-    expected = []
-    for size in sizes:
-        first = epochs.start + len(expected)
-        expected += [range(first, first + size)] * size
-    assert [group_of(epoch, repeats, epochs) for epoch in epochs] == expected
+    groups = epoch_groups(epochs, repeats)
+    assert [len(group) for group in groups] == sizes
+    assert list(itertools.chain.from_iterable(groups)) == list(epochs)
 
 
 def test_crops_of_an_image_share_its_decoding_and_equal_those_made_one_by_one(photos, monkeypatch):

@@ -99,9 +99,9 @@ def stored(photos, tmp_path_factory):
 def batches_of(images, num_workers=0):
     counts = TokenCounts.from_ratios(64, 0.75, 0.5)
     dataset = AddressedDataset(images, RandomResizedCropFlip((32, 32), 3, (0.2, 1.0)))
-    sampler = StepBatchSampler(len(images), 6, 1, 0, 1, 3, 0, 6)
+    sampler = StepBatchSampler(len(images), 6, 1, 0, 1, 3)
     collate = MaskCollator(TokenOrderSampler(8, counts), 3)
-    return list(Loader(dataset, sampler, collate, num_workers=num_workers, for_gpu=False))
+    return list(Loader(dataset, sampler.batches(range(6)), collate, num_workers=num_workers, for_gpu=False))
 
 
 @pytest.mark.parametrize("form", ["hub", "flat", "arrow", "saved", "saved_splits"])

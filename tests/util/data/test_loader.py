@@ -27,16 +27,7 @@ SMALL_DISK = ["unshare", "-m", "sh", "-c", SMALL, "sh"]
 def batches_from(photos, start_step, num_workers):
     dataset = AddressedDataset(FolderImages(photos), RandomResizedCropFlip(32, seed=2))
     sampler = TokenOrderSampler(8, TokenCounts.from_ratios(64, 0.75, 0.5))
-    addresses = StepBatchSampler(
-        24,
-        4,
-        1,
-        rank=0,
-        world_size=1,
-        seed=2,
-        start_step=start_step,
-        end_step=12,
-    )
+    addresses = StepBatchSampler(24, 4, 1, rank=0, world_size=1, seed=2).batches(range(start_step, 12))
     return list(Loader(dataset, addresses, MaskCollator(sampler, seed=2), num_workers=num_workers, for_gpu=False))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from util import collectives
-from util.data.datasets import group_of, steps_per_epoch
+from util.data.datasets import epoch_groups, steps_per_epoch
 from util.flag import Change
 from util.run.files import checkpoint, search, strict
 from util.run.files.record import CheckpointError, CheckpointInfo, EncoderSource, RunInfo
@@ -142,11 +142,10 @@ def begin_alike(before: CheckpointInfo, now: CheckpointInfo) -> bool:
         for lr_scale in (0.0, 1.0):  # rates are linear in it
             if old_rate(step, lr_scale) != new_rate(step, lr_scale):
                 return False
-    for epoch in range(math.ceil(num_steps / steps)):
-        old_group = group_of(epoch, old["repeat_aug"], range(old["epochs"]))
-        if old_group != group_of(epoch, new["repeat_aug"], range(new["epochs"])):
-            return False
-    return True
+    begun = math.ceil(num_steps / steps)
+    old_groups = epoch_groups(range(old["epochs"]), old["repeat_aug"])
+    new_groups = epoch_groups(range(new["epochs"]), new["repeat_aug"])
+    return all(ours == theirs for ours, theirs in zip(old_groups[:begun], new_groups[:begun], strict=False))
 
 
 def find_data_changes(before: CheckpointInfo, now: CheckpointInfo) -> list[str]:

@@ -1,15 +1,10 @@
-"""A run before its model is there, in its processes and its folder. What follows: `util.run.train.training`.
-
-with Run.begin(PROGRAM, parser, args, argv, ...) as run:  # flags, processes, folder, what the run was before
-    images, model, optimizer, loader = ...
-    training = Training(run, model, optimizer, dataset, schedule, facts)  # restores; wraps; log, loop, saver
-    return training.train(train_one_epoch, loader.open, [evaluator])   # steps, saves, signals, the end
-"""
+"""A start of a run, in its processes and its folder. A main composes the rest, see `main` of main_pretrain.py."""
 
 import argparse
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +13,9 @@ import torch
 from torch import nn
 
 from util import collectives
+from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import Images
+from util.data.loader import Loader
 from util.data.open import data_settings
 from util.data.pixel_format import RGB8, declares_invalid
 from util.data.statistics import IMAGENET, Statistics, find_statistics, keep_colors, refuse_other_format, statistics_of
@@ -38,22 +35,6 @@ from util.run.start.resume import (
     refuse_changes,
     restore,
 )
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """What the checkpoints of a run say about its model and data, beside the flags.
-
-    statistics: mean and deviation of each channel. settings: what follows from model and data; they override the flags.
-    files: {flag: fingerprint} of files that the model reads.
-    """
-
-    statistics: Statistics
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    val_images: Any = None
-    classes: list[str] | None = None
-    class_colors: list[list[int]] | None = None
-    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -193,66 +174,94 @@ class Run:
         self.watchdog.set_up("model")
         return statistics
 
-    def restore(
+    def open_loader(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        images: Images,
-        schedule: RunSchedule,
-        facts: RunFacts,
-    ) -> tuple[CheckpointInfo, dict[str, Any] | None]:
-        """Restores model and optimizer if there is a checkpoint.
+        dataset: AddressedDataset,
+        sampler: StepBatchSampler,
+        collate: Callable[[Sequence[Any]], Any],
+        img_size: tuple[int, int],
+        steps: range,
+    ) -> Loader:
+        """Returns this process's batches of these steps, which workers make ahead. All ranks must call it.
 
-        Returns (what a checkpoint of now would say, the rest of the checkpoint's state of training). ValueError if
-        flags or data have changed in a way that changes the results, unless --allow_changes.
+        collate: makes a batch of samples, in the worker. img_size: (height, width) of the images of a batch.
         """
-        self.watchdog.set_up("checkpoint")
-        collectives.refuse_differences(facts.files, "model")
-        stored = None if self.resumed is None else self.resumed.settings.get("compile")
-        compiles = decide_compilation(self.plan, stored, schedule.num_steps)
-        self.plan = replace(self.plan, compile=compiles)
-        info = self.describe(images, optimizer, schedule, facts)
-        if self.first_step < schedule.num_steps:
-            num_bytes = checkpoint_bytes(model, optimizer)
-            collectives.run_on_rank0(lambda: check_space(self.output_dir, num_bytes, self.continues_here))
-        state: dict[str, Any] | None = None
-        if self.resumed is not None:
-            state = self._restore(self.resumed, info, model, optimizer)
-        self.watchdog.set_up("training")
-        return info, state
+        plan = self.plan
+        return Loader(
+            dataset,
+            sampler.batches(steps),
+            collate,
+            num_workers=plan.num_workers,
+            for_gpu=plan.device == "cuda",
+            batch_bytes=dataset.images.pixel_format.pixel_bytes * math.prod(img_size) * plan.batch_size,
+        )
 
     def describe(
-        self, images: Any, optimizer: torch.optim.Optimizer, schedule: RunSchedule, facts: RunFacts
+        self,
+        images: Images,
+        optimizer: torch.optim.Optimizer,
+        schedule: RunSchedule,
+        statistics: Statistics,
+        settings: Mapping[str, Any],
+        *,
+        val_images: Images | None = None,
+        classes: list[str] | None = None,
+        class_colors: list[list[int]] | None = None,
+        files: Mapping[str, str] | None = None,
     ) -> CheckpointInfo:
-        """Returns what a checkpoint of now would say."""
-        settings = self.resolved_settings(images, schedule, facts)
-        val_data: DataInfo | None = None
-        if facts.val_images is not None:
-            val_data = describe_data(facts.val_images)
+        """Returns what a checkpoint of now would say. All ranks must call it.
+
+        statistics: mean and deviation of each channel. settings: what follows from model and data; they override the
+        flags. files: {flag: fingerprint} of files that the model reads.
+        """
         run = RunInfo(
             program=self.program,
             step=self.first_step,
             epoch=self.first_step / schedule.steps_per_epoch,
             world_size=self.process.world_size,
             data=describe_data(images),
-            val_data=val_data,
+            val_data=None if val_images is None else describe_data(val_images),
             torch=torch.__version__,
             optimizer=type(optimizer).__name__,
             origin=replace(self.origin, started_from=self._find_beginning()),
             encoder=self.encoder,
-            files=dict(facts.files),
+            files=dict(files or {}),
         )
-        return CheckpointInfo(settings, images.pixel_format.dtype, facts.classes, facts.class_colors, run)
+        all_settings = self.resolved_settings(images, schedule, statistics, settings)
+        return CheckpointInfo(all_settings, images.pixel_format.dtype, classes, class_colors, run)
 
-    def resolved_settings(self, images: Any, schedule: RunSchedule, facts: RunFacts) -> dict[str, Any]:
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, info: CheckpointInfo) -> dict[str, Any]:
+        """Restores model and optimizer if there is a checkpoint. Returns the rest of its state, of the loop; {} if not.
+
+        info: what a checkpoint of now would say. ValueError if flags or data have changed in a way that changes the
+        results, unless --allow_changes.
+        """
+        assert info.run is not None
+        self.watchdog.set_up("checkpoint")
+        collectives.refuse_differences(info.run.files, "model")
+        if not info.is_finished:
+            num_bytes = checkpoint_bytes(model, optimizer)
+            collectives.run_on_rank0(lambda: check_space(self.output_dir, num_bytes, self.continues_here))
+        state: dict[str, Any] = {}
+        if self.resumed is not None:
+            state = self._restore(self.resumed, info, model, optimizer)
+            if self.resumed.settings["precision"] != self.plan.precision:
+                del state["scaler"]  # another precision has another loss scale
+        self.watchdog.set_up("training")
+        return state
+
+    def resolved_settings(
+        self, images: Images, schedule: RunSchedule, statistics: Statistics, of_model: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Returns the settings that are saved beside the run and in its checkpoints."""
         settings = dict(vars(self.args))
         # What the flags leave open, such as batch size and precision.
         settings |= asdict(self.plan)
-        mean, std = facts.statistics
+        stored = None if self.resumed is None else self.resumed.settings.get("compile")
+        settings["compile"] = decide_compilation(self.plan, stored, schedule.num_steps)
+        mean, std = statistics
         settings |= {"epochs": schedule.epochs, "mean": mean, "std": std}
-        # What follows from model and data.
-        settings |= facts.settings
+        settings |= of_model
         # A resumed run keeps the path of its first weights, whatever the flag gives now.
         if self.resumed is not None:
             settings[self.encoder_flag] = self.resumed.settings.get(self.encoder_flag)

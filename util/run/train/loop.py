@@ -8,7 +8,7 @@ that is not finite makes its gradient NaN, and DDP has averaged the gradients be
 
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -37,15 +37,17 @@ class TrainLoop:
     def __init__(
         self,
         run: Run,
-        schedule: RunSchedule,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
+        schedule: RunSchedule,
         normalize: Normalize,
         log: RunLog,
+        state: Mapping[str, Any],
         data_hint: str = "",
     ) -> None:
         """model: as it is called: compiled, in DDP. normalize: turns images as stored (uint8, uint16 or float32) into
-        normalised float images, on the device. data_hint: what to do if loading data is too slow, or "".
+        normalised float images, on the device. state: see `Run.restore`. data_hint: what to do if loading data is too
+        slow, or "".
         """
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -74,17 +76,13 @@ class TrainLoop:
         self.clock = Clock()
         self.reports = StepReports(run, schedule, self.meter, self.clock, log, data_hint)
         self.losses: dict[str, torch.Tensor] = {}  # of the current step, summed over micro-batches
-        self.step = 0  # number of optimizer steps done, over all starts of the run
-        self.first_step = 0  # of this start
+        self.step = run.first_step  # number of optimizer steps done, over all starts of the run
+        self.first_step = run.first_step
         self.num_micro = 0  # micro-batches of the current step whose forward pass has begun
         self.has_stopped = False  # `should_stop` has been true: the run ends
-
-    def load_state(self, state: dict[str, Any], step: int, precision_name: str) -> None:
-        """Continues at `step` with the sums and the loss scale of a checkpoint that was trained in a precision."""
-        self.step = step
-        self.first_step = step
-        self.meter.load_state_dict(state["meter"])
-        if precision_name == self.precision.name:
+        if "meter" in state:
+            self.meter.load_state_dict(state["meter"])
+        if "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
 
     # ------------------------------------------------------------------------------------- what a step is made of

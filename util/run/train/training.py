@@ -24,17 +24,17 @@ from util.data.open import data_hint
 from util.data.transforms import Normalize
 from util.data.workers import kill_workers
 from util.run.cli import Parser
+from util.run.files.record import CheckpointInfo
 from util.run.files.reports import record_failure, set_aside_earlier_run, write_json, write_state
 from util.run.processes.distributed import shut_down
 from util.run.processes.supervise import Stopped
 from util.run.start.errors import is_full_gpu, message_of, refuse
 from util.run.start.plan import RunSchedule
-from util.run.start.run import Run, RunFacts
+from util.run.start.run import Run
 from util.run.train.logging import RunLog, print_line, summary_lines
 from util.run.train.loop import TrainLoop
 from util.run.train.profile import Profile
 from util.run.train.saving import CheckpointSaver
-from util.run.train.wrap import wrap_model
 from util.text import count_of, printable
 
 TrainSteps = Callable[[nn.Module, Iterator[Any], range, TrainLoop], None]  # an engine's `train_one_epoch`
@@ -74,13 +74,13 @@ class Training:
         self,
         run: Run,
         model: nn.Module,
+        wrapped: nn.Module,
         optimizer: torch.optim.Optimizer,
         dataset: AddressedDataset,
         schedule: RunSchedule,
-        facts: RunFacts,
+        info: CheckpointInfo,
+        state: dict[str, Any],
     ) -> None:
-        """Restores model and optimizer if there is a checkpoint, see `Run.restore`. Then wraps the model."""
-        info, state = run.restore(model, optimizer, dataset.images, schedule, facts)
         args = run.args
         plan = run.plan
         process = run.process
@@ -100,12 +100,10 @@ class Training:
         if not run.continues_here and not args.check_data:
             run.note(*collectives.run_on_rank0(lambda: set_aside_earlier_run(run.output_dir)))
         self.log = RunLog(run.output_dir, run.first_step, last_step, writes_log, schedule.steps_per_epoch)
-        self.wrapped = wrap_model(model, args, plan, process, run.note)
+        self.wrapped = wrapped
         normalize = Normalize(info.settings["mean"], info.settings["std"], self.images.pixel_format).to(process.device)
         hint = data_hint(plan.num_workers, plan.device)
-        self.loop = TrainLoop(run, schedule, self.wrapped, optimizer, normalize, self.log, hint)
-        if run.resumed is not None and state is not None:
-            self.loop.load_state(state, run.first_step, run.resumed.settings["precision"])
+        self.loop = TrainLoop(run, wrapped, optimizer, schedule, normalize, self.log, state, hint)
         self.saver = CheckpointSaver(
             run, info, model, self.loop, schedule, save_minutes=args.save_minutes, save_steps=args.save_steps
         )
@@ -142,7 +140,7 @@ class Training:
         self.note(*self.run.notes, *self.images.notes)
         if plan.device == "cuda" and torch.cuda.device_count() > 1 and self.process.world_size == 1:
             self.note(f"note: 1 of {torch.cuda.device_count()} GPUs is used; torchrun --nproc_per_node uses more")
-        if plan.compile:
+        if settings["compile"]:
             self.note("note: the first step compiles the model, and nothing is reported before (--no-compile)")
 
     def train(

@@ -1,6 +1,5 @@
 """The model as training calls it: with its attention kernel, recomputed, compiled, in DDP."""
 
-import argparse
 import inspect
 import re
 from collections.abc import Callable
@@ -17,8 +16,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from util import attention
 from util.collectives import gather_objects
-from util.run.processes.distributed import PRECISIONS, Process
-from util.run.start.plan import Plan
+from util.run.processes.distributed import PRECISIONS
+from util.run.start.run import Run
 
 # Matrix products, and attention on any kernel.
 PRODUCTS = [
@@ -33,18 +32,19 @@ PRODUCTS = [
 ]
 
 
-def wrap_model(
-    model: nn.Module, args: argparse.Namespace, plan: Plan, process: Process, note: Callable[[str], None]
-) -> nn.Module:
+def wrap_model(model: nn.Module, run: Run, compiles: bool) -> nn.Module:
     """Applies --attention, --recompute and compilation, then wraps the model in DDP if there are several processes.
 
-    Returns the module to call. note: writes to the log.
+    Returns the module to call.
     """
+    args = run.args
+    plan = run.plan
+    process = run.process
     attention.prefer(args.attention, process.device)
-    choose_attention(model, args.attention, plan.precision, process.device, note)
+    choose_attention(model, args.attention, plan.precision, process.device, run.note)
     if args.recompute or args.recompute_pointwise:
         recompute_blocks(model, pointwise_only=not args.recompute)
-    if plan.compile:
+    if compiles:
         compile_parts(model)
     if process.world_size == 1:
         return model
