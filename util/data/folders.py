@@ -13,6 +13,7 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -220,9 +221,9 @@ class Samples(NamedTuple):
 
 
 def find_samples(data_path: str | Path, labelled: bool = False) -> Samples:
-    """Returns the images in its class folders, or those directly in it.
+    """Returns the images in its class folders, or those directly in it. If it holds both, no image has a class.
 
-    ValueError if it holds both or no images, if a class is empty, or, with `labelled`, if there are no classes.
+    ValueError if it holds no images, if a class is empty, or, with `labelled`, if not all images have classes.
     """
     root = Path(data_path)
     place = f"--data_path {str(root)!r}"
@@ -236,8 +237,11 @@ def find_samples(data_path: str | Path, labelled: bool = False) -> Samples:
     if not with_images and not listing.images:
         raise ValueError(f"{place} holds no image; {LAYOUT}")
     if with_images and listing.images:
-        named = f"images ({shorten(listing.images)}) beside folders of images ({shorten(with_images)})"
-        raise ValueError(f"{place} holds {named}: move one of them away")
+        named = f"{place} holds images ({shorten(listing.images)}) beside folders of images ({shorten(with_images)})"
+        if labelled:
+            raise ValueError(f"{named}: move one of them away")
+        samples = [(image, 0) for image in [*listing.images, *chain.from_iterable(images_of.values())]]
+        return Samples([], samples, [f"note: {named}, so no image has a class", *note_unread(unread)])
     if with_images and empty:
         raise ValueError(f"{place} has classes without an image: {shorten(empty, 10)}")
     if labelled and not with_images:

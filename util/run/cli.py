@@ -296,7 +296,7 @@ def user_errors(parser: Parser) -> Iterator[None]:
                 message += f" ({describe_owner(str(error.filename))}); ask for access, or give another path"
         if isinstance(error, OSError) and error.errno not in (None, *PATH_ERRORS, *PERMISSION_ERRORS):
             parser.exit(TEMPORARY, f"{parser.prog}: error: {message}; start the same command again\n")
-        parser.error(message)
+        parser.exit(2, f"{parser.prog}: error: {' '.join(message.split())}\n")
 
 
 def run_program(main: Callable[[], object], prog: str) -> None:

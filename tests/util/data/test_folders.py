@@ -137,12 +137,17 @@ def test_images_directly_in_a_folder_have_no_classes(tmp_path):
     assert find_samples(tmp_path) == ([], [("A.PNG", 0), ("b.jpg", 0)], [])
     with pytest.raises(ValueError, match="--data_path"):
         find_samples(tmp_path, labelled=True)
+    tree(tmp_path, "cat/1.jpg", "dog/2.jpg")
+    classes, samples, (note,) = find_samples(tmp_path)
+    assert (classes, samples) == ([], [("A.PNG", 0), ("b.jpg", 0), ("cat/1.jpg", 0), ("dog/2.jpg", 0)])
+    assert "cat, dog" in note
+    with pytest.raises(ValueError, match="b.jpg"):
+        find_samples(tmp_path, labelled=True)
 
 
 @pytest.mark.parametrize(
     ("names", "named"),
     [
-        ("b.jpg A.PNG papers/deep/1.png", "papers"),
         ("cat/1.jpg dog/1.gif emu/.cache/1.jpg", "dog, emu"),
         ("notes.txt papers/0.svs papers/1.svs", "no image"),
     ],

@@ -205,7 +205,9 @@ def test_errors_of_users_and_of_the_storage(capsys, error, code, message):
     with pytest.raises(SystemExit) as stop, user_errors(Parser("x.py", "")):
         raise error
     assert stop.value.code == code
-    assert message in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert "--help_all" not in shown  # it is for errors of flags
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), KeyError("a bug"), KeyboardInterrupt()])
