@@ -26,7 +26,7 @@ from util.costs import fitting_images, forward_gmac
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import note_on_small_images
 from util.data.open import open_everywhere
-from util.data.transforms import RandomResizedCropFlip, Size, with_vflip
+from util.data.transforms import make_augmentation
 from util.flag import Flag
 from util.run.cli import Parser, early_values, parse_with_recipe, run_program
 from util.run.start.flags import (
@@ -187,21 +187,6 @@ def unused_flags(args: argparse.Namespace) -> dict[str, str]:
     if args.warmup_epochs == 0:
         unused["warmup_lr"] = "there is no warm-up"
     return unused
-
-
-def make_augmentation(args: argparse.Namespace, img_size: Size) -> Callable:
-    """Returns the random crop and flips of the images of a pre-training."""
-    options: dict[str, Any] = {
-        "interpolation": args.interpolation,
-        "reference": args.loader == "reference",
-        "hflip": args.hflip,
-    }
-    crop: Callable = RandomResizedCropFlip(img_size, args.seed, args.crop_scale, **options)
-    if args.crop == "padded":
-        from util.data.padded_crop import PaddedCropFlip
-
-        crop = PaddedCropFlip(img_size, args.seed, **options)
-    return with_vflip(crop, args.vflip, args.seed)
 
 
 def make_optimizer(model: Framework, args: argparse.Namespace, lr: float) -> torch.optim.Optimizer:

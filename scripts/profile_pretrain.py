@@ -44,7 +44,7 @@ from util.code_version import code_version
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.loader import Loader
 from util.data.open import open_everywhere
-from util.data.transforms import Normalize
+from util.data.transforms import Normalize, make_augmentation
 from util.flag import Flag
 from util.run.cli import Parser, prepare_file, run_program, user_errors
 from util.run.processes.distributed import PRECISIONS, Process, precision
@@ -175,9 +175,7 @@ def seconds_from(data_path: str, repeats: int, recipe: str, step: Step, args: ar
     size = str(args.batch_size)
     words = ["--recipe", recipe, "--device", args.device, "--batch_size", size, "--total_batch_size", size]
     _, flags = main_pretrain.parse_args([*words, "--data_path", data_path, "--repeat_aug", str(repeats)])
-    dataset = AddressedDataset(
-        open_everywhere(flags, "train"), main_pretrain.make_augmentation(flags, step.model.img_size)
-    )
+    dataset = AddressedDataset(open_everywhere(flags, "train"), make_augmentation(flags, step.model.img_size))
     plan = make_plan(flags, step.process)
     sampler = StepBatchSampler(
         len(dataset), plan.batch_size, 1, 0, 1, flags.seed, repeats=repeats, epochs=range(flags.epochs)

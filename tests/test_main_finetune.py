@@ -33,7 +33,7 @@ from tests.warm import run_by_torchrun
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.open import open_images
 from util.data.pixel_format import RGB8, PixelFormat
-from util.data.transforms import Normalize, ResizeCenterCrop
+from util.data.transforms import Normalize, ResizeCenterCrop, make_augmentation
 from util.evaluate import evaluator
 from util.run.files import checkpoint
 from util.run.files.checkpoint import save_checkpoint
@@ -510,7 +510,7 @@ def test_images_are_flipped_if_the_flags_say_so(program, flags, pixels, switch, 
             augment, _ = main_finetune.make_augmentation(args, (32, 32), pixels, set())
         else:
             _, args = main_pretrain.parse_args([value, *flags])
-            augment = main_pretrain.make_augmentation(args, (32, 32))
+            augment = make_augmentation(args, (32, 32))
         ramp = torch.arange(40).to(getattr(torch, pixels.dtype))
         img = ramp.expand(pixels.channels, 40, 40)
         if switch == "vflip":
