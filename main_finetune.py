@@ -33,7 +33,8 @@ from util.evaluate.evaluator import Evaluator
 from util.evaluate.loop import EvalContext
 from util.evaluate.results import Evaluation, accuracy_text
 from util.flag import Flag
-from util.run.cli import Parser, run_program
+from util.run.cli import Parser
+from util.run.exits import run_program
 from util.run.start.flags import (
     DATA_FLAGS,
     FINETUNE_FLAG,

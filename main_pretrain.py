@@ -28,7 +28,8 @@ from util.data.images import note_on_small_images
 from util.data.open import open_everywhere
 from util.data.transforms import make_augmentation
 from util.flag import Flag
-from util.run.cli import Parser, early_values, parse_with_recipe, run_program
+from util.run.cli import Parser, early_values, parse_with_recipe
+from util.run.exits import run_program
 from util.run.start.flags import (
     DATA_FLAGS,
     INVALID_FLAGS,

@@ -33,7 +33,9 @@ import submitit
 
 from util.code_version import code_version, source_files, source_hash, write_version
 from util.flag import Flag
-from util.run.cli import FINAL, PROGRESS, TEMPORARY, Parser, end_if_others_wait, run_program
+from util.run.cli import Parser
+from util.run.exits import FINAL, TEMPORARY, end_if_others_wait, run_program
+from util.run.files.reports import PROGRESS
 from util.urls import redact
 
 # {name on the command line: module}. Modules of downstream/ are imported only if they are to be run.

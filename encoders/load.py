@@ -40,8 +40,9 @@ from encoders.names import (
 from encoders.resize import check_cls_tokens, choose_rgb_bands, fit_patch_embed, fit_tables, patch_size
 from models_vit import traits_in
 from util.pos_embed import BIAS_TABLE, grid_from_settings, height_and_width
+from util.run.exits import CheckpointError
 from util.run.files import checkpoint, search, strict
-from util.run.files.record import CheckpointError, CheckpointInfo, EncoderSource
+from util.run.files.record import CheckpointInfo, EncoderSource
 from util.text import shorten
 
 # Beginnings of an encoder's keys. Weights with such a key that the model lacks are those of another network. Positions

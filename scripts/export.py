@@ -52,10 +52,11 @@ from scripts.parts.timm_models import (
     timm_weights,
 )
 from scripts.parts.torch_program import check_program, noise_images, program_of, write_program
-from util.atomic import filled_folder, replaced_file
+from util.atomic import filled_folder, prepare_file, replaced_file
 from util.code_version import code_version
 from util.flag import Flag
-from util.run.cli import Parser, prepare_file, run_program, user_errors
+from util.run.cli import Parser
+from util.run.exits import run_program, user_errors
 from util.run.files import exported, search
 
 TORCH_SUFFIX = ".pt2"

@@ -59,7 +59,8 @@ from util.data.tars import (
 from util.data.workers import ignore_in_worker
 from util.flag import Flag
 from util.host import available_cores
-from util.run.cli import Parser, run_program, user_errors
+from util.run.cli import Parser
+from util.run.exits import run_program, user_errors
 from util.run.start.flags import INVALID_FLAGS
 from util.text import count_of, printable
 

@@ -43,7 +43,8 @@ from util.data.statistics import normalizer
 from util.evaluate.predictions import Predictor, Progress, open_unlabelled, write_record
 from util.evaluate.session import Session, evaluation_session
 from util.flag import Flag
-from util.run.cli import Parser, run_program
+from util.run.cli import Parser
+from util.run.exits import run_program
 from util.run.files.record import without_marks
 from util.run.processes.distributed import PRECISIONS, precision
 from util.run.start.flags import all_valid_flag

@@ -39,6 +39,7 @@ from engine_pretrain import forward_backward, train_one_epoch, update
 from frameworks.registry import build_model
 from recipes import RECIPES
 from util import costs
+from util.atomic import prepare_file
 from util.attention import CHOICES, prefer
 from util.code_version import code_version
 from util.data.datasets import AddressedDataset, StepBatchSampler
@@ -46,7 +47,8 @@ from util.data.loader import Loader
 from util.data.open import open_everywhere
 from util.data.transforms import Normalize, make_augmentation
 from util.flag import Flag
-from util.run.cli import Parser, prepare_file, run_program, user_errors
+from util.run.cli import Parser
+from util.run.exits import run_program, user_errors
 from util.run.processes.distributed import PRECISIONS, Process, precision
 from util.run.processes.supervise import Watchdog
 from util.run.start.plan import RunSchedule, make_plan

@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from recipes import RECIPES
 from util.flag import Flag
-from util.run.cli import Parser, run_program, user_errors
+from util.run.cli import Parser
+from util.run.exits import run_program, user_errors
 from util.run.files.reports import STATE, read_json
 from util.tables import markdown_table
 

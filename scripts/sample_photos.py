@@ -24,7 +24,8 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from util.flag import Flag
-from util.run.cli import Parser, run_program, user_errors
+from util.run.cli import Parser
+from util.run.exits import run_program, user_errors
 
 # Photographs in scikit-image's wheel. Their sources are in skimage/data/README.txt of the package.
 PHOTOS = (

@@ -22,12 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from frameworks.hooks.reconstruction import crops, measure, reconstruction_picture
 from frameworks.registry import load_run
 from util import pictures
+from util.atomic import prepare_file
 from util.data.folders import refuse_inside_data
 from util.data.images import evenly_spaced
 from util.data.open import marks_of, open_images
 from util.data.statistics import normalizer
 from util.flag import Flag
-from util.run.cli import Parser, prepare_file, run_program, user_errors
+from util.run.cli import Parser
+from util.run.exits import run_program, user_errors
 from util.run.files import record
 from util.run.start.flags import all_valid_flag
 from util.text import printable

@@ -27,7 +27,8 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from util.run.cli import Parser, run_program
+from util.run.cli import Parser
+from util.run.exits import run_program
 from util.short_attention import Launch, backward_launch, forward_launch
 from util.tables import csv_text
 

@@ -29,7 +29,8 @@ from util.evaluate.knn import TEMPERATURE
 from util.evaluate.results import ResultsFile
 from util.evaluate.session import evaluation_session
 from util.flag import Flag
-from util.run.cli import Parser, run_program
+from util.run.cli import Parser
+from util.run.exits import run_program
 from util.run.files import record
 from util.run.processes.distributed import PRECISIONS, precision
 from util.run.start import plan as plan_module

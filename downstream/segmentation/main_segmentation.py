@@ -49,7 +49,8 @@ from util.data.open import marks_of
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
 from util.flag import Flag
-from util.run.cli import Parser, run_program
+from util.run.cli import Parser
+from util.run.exits import run_program
 from util.run.start.plan import Plan
 from util.run.start.run import Run
 from util.run.train.training import Training

@@ -13,8 +13,8 @@ from frameworks.models_greenmim_pr import greenmim_swin_micro_patch4_window4
 from frameworks.models_simmim_pr import simmim_vit_micro_patch4
 from models_mae_pr import mae_vit_micro_patch4
 from models_vit import VisionTransformer
+from util.run.exits import CheckpointError
 from util.run.files.checkpoint import save_checkpoint
-from util.run.files.record import CheckpointError
 
 SIZES = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3)
 

@@ -22,7 +22,7 @@ import torch
 from util import atomic
 from util.data import open as open_module
 from util.data.images import EncodedImages
-from util.run.cli import run_program
+from util.run.exits import run_program
 from util.run.files import checkpoint
 from util.run.processes.supervise import Watchdog
 from util.run.train import wrap

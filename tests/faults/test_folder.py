@@ -140,7 +140,7 @@ from pathlib import Path
 
 sys.path.insert(0, {root!r})
 import main_pretrain
-from util.run.cli import run_program
+from util.run.exits import run_program
 
 def wait(*_, **__):
     Path({mark!r}).touch()
@@ -261,7 +261,7 @@ def test_code_in_a_checkpoint(photos, tmp_path, capsys, monkeypatch):
     errors = [
         pretrain.refused(capsys, photos, "out", "--resume", "evil.pth", code=4),
         finetune.refused(capsys, "data", "out2", "--finetune", "evil.pth", code=4),
-        refused(capsys, export.main, "evil.pth", "--out", "out.safetensors"),
+        refused(capsys, export.main, "evil.pth", "--out", "out.safetensors", code=4),
     ]
     for error in errors:
         assert "cannot be read as a checkpoint of tensors" in error

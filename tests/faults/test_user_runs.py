@@ -15,9 +15,9 @@ from tests.conftest import write_photo
 from tests.runs import assert_same_state, finish, pretrain, reports, state
 from tests.two_processes import run_in_two_processes
 from tests.warm import Python
+from util.run import exits
 from util.run.files.search import list_checkpoints, newest_checkpoint, read_sidecar, step_of
 from util.run.processes import distributed
-from util.run.start import errors
 
 ROOT = Path(__file__).resolve().parents[2]
 MICRO = ("--model", "mae_vit_micro_patch4", "--picture_every", 0)
@@ -136,7 +136,7 @@ def _error_of(argv):
         messages.append(str(error))
         sys.exit(2)
 
-    errors.refuse = refuse
+    exits.refuse = refuse
     distributed.shut_down = lambda **_: None
     main_pretrain.train_one_epoch = lambda *_: sys.exit(0)
     with pytest.raises(SystemExit):
@@ -163,7 +163,7 @@ import os, signal, sys
 sys.path.insert(0, {root!r})
 import main_pretrain
 from util.run.train.loop import TrainLoop
-from util.run.cli import run_program
+from util.run.exits import run_program
 step = TrainLoop.set_rates
 def stopping(loop, number):
     if number == 2:

@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from util import atomic
-from util.atomic import filled_folder, replaced_file
+from util.atomic import filled_folder, prepare_file, replaced_file
 
 
 def test_a_file_is_replaced_in_one_step(tmp_path):
@@ -128,3 +128,15 @@ def test_an_interrupted_filling_changes_nothing(tmp_path, old_folder):
         raise KeyboardInterrupt
     assert os.listdir(tmp_path) == ["old"]
     assert (old_folder / "a").read_text() == "older"
+
+
+def test_why_a_path_cannot_be_written(tmp_path):
+    prepare_file("--csv", None)
+    prepare_file("--csv", tmp_path / "a" / "b" / "new.csv", [".csv"])
+    assert (tmp_path / "a" / "b").is_dir()
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "new.txt"):
+        with pytest.raises(ValueError, match="^--csv"):
+            prepare_file("--csv", path, [".csv", ".md"])
+    with pytest.raises(OSError, match="file"):
+        prepare_file("--csv", tmp_path / "file" / "b" / "new.csv")

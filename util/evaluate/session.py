@@ -18,8 +18,7 @@ from util.pictures import save
 from util.run.cli import Parser
 from util.run.files.reports import STATE, read_json, write_json, write_state
 from util.run.processes import distributed
-from util.run.start.errors import exit_on_setup_errors
-from util.run.start.folder import refuse_different_starts, take_folder
+from util.run.start.folder import exit_on_setup_errors, refuse_different_starts, take_folder
 from util.run.start.plan import num_workers
 from util.text import printable
 

@@ -1,33 +1,19 @@
-"""Command lines: help with defaults, short errors, recipes as named defaults, and exit codes that a shell expects."""
+"""Command lines: help with defaults, short errors, and recipes as named defaults."""
 
 import argparse
-import errno
 import os
 import re
-import select
-import signal
 import sys
-import traceback
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 from util.flag import Change, Flag
-from util.host import signal_if_parent_dies
-from util.text import close_to, describe_owner, printable
+from util.run.exits import FINAL, stop_torchrun
+from util.text import close_to, printable
 from util.urls import redact
 
-# Exit codes after which a restart would fail again: user error, values that are not finite, no usable checkpoint.
-FINAL = (2, 3, 4)
-TEMPORARY = 75  # exit code (EX_TEMPFAIL): the same command may succeed later
-# Numbers of OSErrors of a path that the user gave. Others, such as a full disk, may pass.
-PATH_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG)
-PERMISSION_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
-PROGRESS = ".progress"  # file in the output folder that says how far the run is
-LOG = "log.txt"
 WARMUPS = {"warmup_epochs": "epochs", "warmup_iters": "num_iters"}  # {flag: the flag of the schedule's length}
 FEW = 20  # a program with at most as many flags shows all of them by --help
 
@@ -203,21 +189,6 @@ class Parser(argparse.ArgumentParser):
         super().exit(status)
 
 
-def stop_torchrun(message: str) -> None:
-    """Prints `message` and sends TERM to torchrun, if it would restart this process, as after any exit code but 0.
-
-    Only one process of each node does so, since a second signal would disturb torchrun while it ends the others.
-    """
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) >= int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
-        return
-    attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent  # .../attempt_0/<local rank>/error.json
-    if attempt.name.startswith("attempt_"):
-        with suppress(OSError):
-            (attempt / "final").touch(exist_ok=False)
-            print(message, end="", file=sys.stderr, flush=True)
-            os.kill(os.getppid(), signal.SIGTERM)
-
-
 def expand_home(word: str) -> str:
     """Returns a word of a command line in which a `~` at the start, or after `NAME=`, is the user's home."""
     name, equals, value = word.partition("=")
@@ -274,110 +245,3 @@ def fit_warmup(parser: Parser, flag: str, length_flag: str) -> float:
     if warmup > length / 2:
         parser.error(f"a warm-up of {warmup:g} is more than half of --{length_flag} {length}: give --{flag}")
     return warmup
-
-
-@contextmanager
-def user_errors(parser: Parser) -> Iterator[None]:
-    """Turns an error of the user, of values that are not finite, or of the storage into one paragraph and an exit code.
-
-    An OSError without a number is none of the storage.
-    """
-    try:
-        yield
-    except BrokenPipeError:  # see `run_program`
-        raise
-    except FloatingPointError as error:
-        parser.exit(3, f"{parser.prog}: error: {error}\n")
-    except (ValueError, OSError) as error:
-        message = str(error)
-        if isinstance(error, OSError) and error.strerror and isinstance(error.filename, (str, os.PathLike)):
-            message = f"{str(error.filename)!r}: {error.strerror}"  # without the number of the error
-            if isinstance(error, PermissionError):
-                message += f" ({describe_owner(str(error.filename))}); ask for access, or give another path"
-        if isinstance(error, OSError) and error.errno not in (None, *PATH_ERRORS, *PERMISSION_ERRORS):
-            parser.exit(TEMPORARY, f"{parser.prog}: error: {message}; start the same command again\n")
-        parser.exit(2, f"{parser.prog}: error: {' '.join(message.split())}\n")
-
-
-def run_program(main: Callable[[], object], prog: str) -> None:
-    """Calls `main` as the whole program `prog`, and ends the process as a shell expects.
-
-    Ctrl-C prints one line and ends the process by SIGINT, so that a loop or `a && b` of the shell stops, too. A closed
-    pipe (`| head`) ends it by SIGPIPE, silently. If `main` returns False, a signal stopped the run before its end: the
-    exit code is 75. A process of torchrun gets SIGTERM if torchrun dies, which can then not end it.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        signal_if_parent_dies(signal.SIGTERM)
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files need not be UTF-8
-    try:
-        try:
-            finished = main()
-        finally:
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        with suppress(OSError):
-            print(f"{prog}: interrupted", file=sys.stderr)
-        die_of(signal.SIGINT)
-    except BrokenPipeError:
-        if not _is_output_closed():
-            raise
-        die_of(signal.SIGPIPE)
-    except BaseException as error:
-        end_if_others_wait(error)
-        raise
-    if finished is False:
-        sys.exit(TEMPORARY)
-
-
-def end_if_others_wait(error: BaseException) -> None:
-    """Ends the process now if an error ends it while it is in an NCCL group.
-
-    The interpreter's own end would leave the group, and wait for the other ranks, which may wait for this one.
-    """
-    distributed = sys.modules.get("torch.distributed")  # a program that trains has loaded it
-    if distributed is None or not distributed.is_initialized() or distributed.get_backend() != "nccl":
-        return
-    code = 1
-    if not isinstance(error, SystemExit):
-        traceback.print_exception(error)
-    elif error.code is None:
-        code = 0
-    elif isinstance(error.code, int):
-        code = error.code
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            stream.flush()
-    os._exit(code)
-
-
-def _is_output_closed() -> bool:
-    """Whether the reader of stdout or stderr has closed its end. A broken pipe to a worker is an error instead."""
-    poll = select.poll()
-    for stream in (sys.stdout, sys.stderr):
-        poll.register(stream.fileno(), 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-def die_of(number: signal.Signals) -> NoReturn:
-    """Ends the process by the default action of a signal, which tells the shell why it ended."""
-    signal.signal(number, signal.SIG_DFL)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            stream.flush()
-    os.kill(os.getpid(), number)
-    sys.exit(128 + number)  # if the signal is blocked
-
-
-def prepare_file(flag: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:
-    """Creates the folder of a file that `flag` asks for. ValueError or OSError if it cannot be written.
-
-    Programs call it before they compute for minutes. ValueError for another suffix, too. path: None if not given.
-    """
-    if path is None:
-        return
-    if suffixes and path.suffix not in suffixes:
-        raise ValueError(f"{flag} {str(path)!r} must end in {' or '.join(suffixes)}")
-    folder = path.resolve().parent
-    folder.mkdir(parents=True, exist_ok=True)
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(f"{flag} {str(path)!r} cannot be written")

@@ -19,8 +19,8 @@ from encoders.load import load_encoder
 from frameworks import registry
 from frameworks.teacher import Teacher
 from models_vit import MICRO, VisionTransformer, vit_micro_patch4, vit_tiny_patch16
+from util.run.exits import CheckpointError
 from util.run.files.checkpoint import save_checkpoint
-from util.run.files.record import CheckpointError
 
 VIT = "vit_tiny_patch16_224"
 

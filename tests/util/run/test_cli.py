@@ -1,9 +1,5 @@
-"""The parser's help and errors, the flags that a command line sets, and how programs end."""
+"""The parser's help and errors, and the flags that a command line sets."""
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +8,6 @@ from util.flag import Flag
 from util.run.cli import (
     Parser,
     parse_with_recipe,
-    prepare_file,
-    user_errors,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -187,98 +181,6 @@ def test_names_of_models_and_recipes(argv, code, words, capsys):
     done = capsys.readouterr()
     assert stop.value.code == code
     assert words in done.out + done.err
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
-        (ValueError("first line\n    second line\n\nthird"), 2, "first line second line third"),
-        (FileNotFoundError(2, "No such file or directory", "/no/where"), 2, "/no/where"),
-        (OSError("the disk is gone"), 2, "the disk is gone"),
-        (PermissionError(13, "Permission denied", "/"), 2, "root"),
-        (FloatingPointError("not finite"), 3, "not finite"),
-        (OSError(28, "No space left on device", "out.pth"), 75, "out.pth"),  # which may pass
-        (OSError(5, "Input/output error"), 75, "Input/output error"),
-    ],
-)
-def test_errors_of_users_and_of_the_storage(capsys, error, code, message):
-    with pytest.raises(SystemExit) as stop, user_errors(Parser("x.py", "")):
-        raise error
-    assert stop.value.code == code
-    shown = capsys.readouterr().err
-    assert message in shown
-    assert "--help_all" not in shown  # it is for errors of flags
-
-
-@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), KeyError("a bug"), KeyboardInterrupt()])
-def test_other_errors_pass(error):
-    with pytest.raises(type(error)), user_errors(Parser("x.py", "")):
-        raise error
-
-
-def run_main(body, **options):
-    """Runs a program whose main has this body, and returns the finished process."""
-    lines = ["import os, signal, sys, time", "from util.run.cli import run_program", "def main():", f"    {body}"]
-    code = "\n".join([*lines, "run_program(main, 'x.py')"])
-    options = {"capture_output": True, **options}
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=240, **options)
-
-
-def test_ctrl_c_stops_a_loop_of_a_shell():
-    """As on a terminal, the shell gets SIGINT, too. After a program with exit code 130 it would continue."""
-    code = "from util.run.cli import run_program\nimport os, signal, time\ndef main():\n"
-    code += "    os.killpg(0, signal.SIGINT); time.sleep(60)\nrun_program(main, 'x.py')"
-    command = ["bash", "-c", 'for i in 1 2 3; do echo $i; "$0" -c "$1"; done', sys.executable, code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, start_new_session=True)
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "1\n", "x.py: interrupted\n")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a process of its parent's death")
-@pytest.mark.parametrize(("environment", "number"), [({"TORCHELASTIC_RUN_ID": "none"}, signal.SIGTERM), ({}, 0)])
-def test_only_processes_of_torchrun_end_with_their_parent(environment, number):
-    """A run that nohup has started outlives its shell."""
-    ask = "import ctypes; n = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(n)); print(n.value)"
-    done = run_main(ask, env=os.environ | environment)  # 2: PR_GET_PDEATHSIG
-    assert (done.returncode, done.stdout) == (0, f"{int(number)}\n"), done.stderr
-
-
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
-@pytest.mark.parametrize(("body", "code"), [("sys.exit(2)", 2), ("raise KeyError('a bug')", 1), ("pass", 0)])
-def test_a_failed_process_does_not_wait_for_the_other_ranks_of_nccl(backend, body, code):
-    """The interpreter's end, which runs what atexit holds, would wait for them."""
-    group = f"SimpleNamespace(is_initialized=lambda: True, get_backend=lambda: '{backend}')"
-    begin = "import atexit; from types import SimpleNamespace; atexit.register(print, 'the end'); "
-    done = run_main(f"{begin}sys.modules['torch.distributed'] = {group}; {body}")
-    assert done.returncode == code
-    assert done.stdout == ("" if backend == "nccl" and code else "the end\n")
-    assert ("KeyError: 'a bug'" in done.stderr) == (code == 1)
-
-
-def test_a_closed_pipe_ends_a_program_silently():
-    reader, writer = os.pipe()
-    os.close(reader)
-    for body in ("print('x')", "[print('x' * 80) for _ in range(5000)]", "print('x'); sys.exit(0)"):
-        done = run_main(body, capture_output=False, stdout=writer, stderr=subprocess.PIPE)
-        assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
-    os.close(writer)
-
-
-@pytest.mark.parametrize(("outcome", "code"), [("False", 75), ("None", 0), ("True", 0), ("sys.exit(3)", 3)])
-def test_exit_codes(outcome, code):
-    done = run_main(f"return {outcome}")
-    assert (done.returncode, done.stderr) == (code, "")
-
-
-def test_why_a_path_cannot_be_written(tmp_path):
-    prepare_file("--csv", None)
-    prepare_file("--csv", tmp_path / "a" / "b" / "new.csv", [".csv"])
-    assert (tmp_path / "a" / "b").is_dir()
-    (tmp_path / "file").touch()
-    for path in (tmp_path, tmp_path / "new.txt"):
-        with pytest.raises(ValueError, match="^--csv"):
-            prepare_file("--csv", path, [".csv", ".md"])
-    with pytest.raises(OSError, match="file"):
-        prepare_file("--csv", tmp_path / "file" / "b" / "new.csv")
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,9 @@ from typing import Any, Literal
 import torch
 
 from util.atomic import replaced_file, sync
+from util.run.exits import CheckpointError
 from util.run.files.exported import add_config, read_safetensors
-from util.run.files.record import Checkpoint, CheckpointError, CheckpointInfo
+from util.run.files.record import Checkpoint, CheckpointInfo
 from util.run.files.search import find_damage, list_finished, read_sidecar, read_sidecar_file, sha256, step_of
 from util.text import describe_owner
 

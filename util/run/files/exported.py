@@ -8,7 +8,8 @@ from typing import Any
 
 from safetensors import safe_open
 
-from util.run.files.record import INVALID_SETTINGS, CheckpointError, CheckpointInfo
+from util.run.exits import CheckpointError
+from util.run.files.record import INVALID_SETTINGS, CheckpointInfo
 
 EXPORTED_SETTINGS = ("mean", "std", "input_size", "crop_pct", "registers", *INVALID_SETTINGS)
 EXPORTED_FACTS = ("classes", "pixels", *EXPORTED_SETTINGS)

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TextIO
 
-from util.run.cli import PATH_ERRORS, PERMISSION_ERRORS
+from util.run.exits import PATH_ERRORS, PERMISSION_ERRORS
 
 LOCK = ".lock"
 

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from util.run.exits import CheckpointError
+
 if TYPE_CHECKING:
     import torch
 
@@ -15,10 +17,6 @@ INVALID_SETTINGS = ("nodata", "mask_band", "bands")  # what marks invalid pixels
 def without_marks(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns settings that say of no pixel that it is invalid."""
     return {name: value for name, value in settings.items() if name not in INVALID_SETTINGS}
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used for its purpose. The message is meant for the user."""
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from util.atomic import replaced_file
-from util.run.cli import LOG, PROGRESS
 from util.text import printable
 
 STATE = "run.json"
+LOG = "log.txt"
+PROGRESS = ".progress"  # says how far the run is
 # What a run that starts anew would replace or continue. The log comes last: see `set_aside_earlier_run`.
 REPORTS = (
     "results.json",

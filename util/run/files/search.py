@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from util.run.files.record import CheckpointError, CheckpointInfo
+from util.run.exits import CheckpointError
+from util.run.files.record import CheckpointInfo
 from util.text import shorten
 
 # Weights in folders that are no runs: of scripts/export.py, timm and Transformers, whose large files are cut in shards.

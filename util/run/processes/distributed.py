@@ -249,7 +249,7 @@ def shut_down(after_error: bool = False) -> None:
     """Leaves the process group, if there is one.
 
     after_error: of this process, maybe not of the others. To leave an NCCL group would then wait for them, so the group
-    is left as it is, see `util.run.cli.run_program`.
+    is left as it is, see `util.run.exits.run_program`.
     """
     collectives.wait_for_threads()
     if dist.is_initialized() and not (after_error and dist.get_backend() == "nccl"):

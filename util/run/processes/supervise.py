@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from util.collectives import all_reduce_sum
 from util.data.workers import SIGNALS, expect_signal, note_signal
-from util.run.cli import TEMPORARY
+from util.run.exits import TEMPORARY
 
 
 class Stopped(Exception):

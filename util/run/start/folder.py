@@ -8,8 +8,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -18,9 +18,10 @@ from util import collectives
 from util.code_version import code_version, source_hash
 from util.data.folders import refuse_inside_data
 from util.run.cli import Parser
+from util.run.exits import CheckpointError, user_errors
 from util.run.files import checkpoint, search
 from util.run.files.lock import lock_folder, make_writable_folder
-from util.run.files.record import CheckpointError, StartInfo
+from util.run.files.record import StartInfo
 from util.run.processes import distributed
 from util.run.processes.supervise import collective_timeout
 from util.text import shorten
@@ -28,6 +29,21 @@ from util.urls import redact
 
 # Files that a killed process was about to rename.
 LEFTOVERS = (".*.tmp-*", "attention/.*.tmp-*", ".shared-*")
+
+
+@contextmanager
+def exit_on_setup_errors(parser: Parser) -> Iterator[ExitStack]:
+    """Errors of the user inside end the program, which leaves its process group.
+
+    It yields a stack for what is to be closed at the end, such as the lock of the output folder.
+    """
+    with ExitStack() as stack:
+        try:
+            with user_errors(parser):
+                yield stack
+        except SystemExit:
+            distributed.shut_down(after_error=True)
+            raise
 
 
 def take_folder(path: str | Path, stack: ExitStack) -> Path:

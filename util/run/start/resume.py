@@ -14,8 +14,9 @@ import torch
 from util import collectives
 from util.data.datasets import epoch_groups, steps_per_epoch
 from util.flag import Change
+from util.run.exits import CheckpointError
 from util.run.files import checkpoint, search, strict
-from util.run.files.record import CheckpointError, CheckpointInfo, EncoderSource, RunInfo
+from util.run.files.record import CheckpointInfo, EncoderSource, RunInfo
 from util.run.start.plan import learning_rates
 
 Settings = Mapping[str, Any]

@@ -24,8 +24,14 @@ from util.run.files.record import CheckpointInfo, DataInfo, EncoderSource, RunIn
 from util.run.files.reports import record_failure
 from util.run.processes.distributed import Process, may_compile
 from util.run.processes.supervise import Watchdog, first_timeout
-from util.run.start.errors import exit_on_setup_errors
-from util.run.start.folder import check_space, checkpoint_bytes, describe_start, enter_folder, join_processes
+from util.run.start.folder import (
+    check_space,
+    checkpoint_bytes,
+    describe_start,
+    enter_folder,
+    exit_on_setup_errors,
+    join_processes,
+)
 from util.run.start.plan import Plan, RunSchedule, decide_compilation, make_plan
 from util.run.start.resume import (
     find_changes,

@@ -14,8 +14,7 @@ from tqdm import tqdm
 
 from util.atomic import replaced_file
 from util.pictures import save
-from util.run.cli import LOG
-from util.run.files.reports import read_reports
+from util.run.files.reports import LOG, read_reports
 from util.text import printable
 
 

@@ -24,11 +24,11 @@ from util.data.open import data_hint
 from util.data.transforms import Normalize
 from util.data.workers import kill_workers
 from util.run.cli import Parser
+from util.run.exits import describe_error, is_full_gpu, refuse
 from util.run.files.record import CheckpointInfo
 from util.run.files.reports import record_failure, set_aside_earlier_run, write_json, write_state
 from util.run.processes.distributed import shut_down
 from util.run.processes.supervise import Stopped
-from util.run.start.errors import is_full_gpu, message_of, refuse
 from util.run.start.plan import RunSchedule
 from util.run.start.run import Run
 from util.run.train.logging import RunLog, print_line, summary_lines
@@ -311,7 +311,7 @@ def refuse_training_error(parser: Parser, error: Exception, saver: CheckpointSav
     Other errors are bugs and are raised. The other ranks may hang in a collective, so the process group is left as it
     is. batch_size: of a micro-batch.
     """
-    reason = message_of(error)
+    reason = describe_error(error)
     is_bug = False
     if is_full_gpu(error):
         images = count_of(batch_size, "image")
@@ -327,4 +327,5 @@ def refuse_training_error(parser: Parser, error: Exception, saver: CheckpointSav
         raise RuntimeError(reason) from error  # before training, a ValueError is the user's
     if is_bug:
         raise error
-    refuse(parser, error, saver.advice(error))
+    collectives.wait_for_threads()
+    refuse(parser, error, saver.advice(error), is_training=True)

@@ -10,9 +10,10 @@ from safetensors.torch import save_file
 
 from tests.runs import info_of_run
 from util import atomic
+from util.run.exits import CheckpointError
 from util.run.files import checkpoint, search, strict
 from util.run.files.checkpoint import prune_checkpoints, read_checkpoint, save_checkpoint
-from util.run.files.record import CheckpointError, CheckpointInfo
+from util.run.files.record import CheckpointInfo
 from util.run.files.search import find_checkpoint_file, list_checkpoints, list_finished, newest_checkpoint, read_sidecar
 
 

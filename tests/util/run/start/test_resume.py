@@ -7,8 +7,9 @@ from torch.testing import assert_close
 import main_pretrain
 from tests.runs import assert_same_state, info_of_run, pretrain, reports_without_times
 from util.flag import Flag
+from util.run.exits import CheckpointError
 from util.run.files.checkpoint import save_checkpoint
-from util.run.files.record import CheckpointError, StartInfo
+from util.run.files.record import StartInfo
 from util.run.start.resume import find_changes, find_notes, read_resumed, restore
 
 SETTINGS = {
