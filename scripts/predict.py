@@ -1,6 +1,6 @@
 """Predict classes, label maps or objects of images, by a finished run of any task.
 
-    python scripts/predict.py output/bands_finetuned data/few/val --output_dir output/predicted
+    python scripts/predict.py output/finetuned data/few/val --output_dir output/predicted
     python scripts/predict.py output/fields scene.tif --keep_size --output_dir output/maps
     python scripts/predict.py output/coco images.txt --output_dir output/objects
 

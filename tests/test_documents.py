@@ -87,7 +87,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         main_pretrain.main([*arguments_of["main_pretrain.py"], *small, "--picture_every", "0", "--device", "cpu"])
         export.main(arguments_of["scripts/export.py"])
-        export.main(["output/photos", "--out", "photos_encoder"])
         export.main(["output/photos", "--out", "model.pt2", "--format", "torch"])
         detection_run(folder / "detector")
         export.main(["detector", "--out", "detector.pt2", "--format", "torch"])
