@@ -26,7 +26,7 @@ from util.costs import fitting_images, forward_gmac
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import note_on_small_images
 from util.data.open import open_everywhere
-from util.data.transforms import make_augmentation
+from util.data.pretrain_augment import make_augmentation
 from util.flag import Flag
 from util.run.cli import Parser, early_values, parse_with_recipe
 from util.run.exits import run_program

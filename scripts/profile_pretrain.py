@@ -45,7 +45,8 @@ from util.code_version import code_version
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.loader import Loader
 from util.data.open import open_everywhere
-from util.data.transforms import Normalize, make_augmentation
+from util.data.pretrain_augment import make_augmentation
+from util.data.transforms import Normalize
 from util.flag import Flag
 from util.run.cli import Parser
 from util.run.exits import run_program, user_errors

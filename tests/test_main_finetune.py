@@ -33,7 +33,8 @@ from tests.warm import run_by_torchrun
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.open import open_images
 from util.data.pixel_format import RGB8, PixelFormat
-from util.data.transforms import Normalize, ResizeCenterCrop, make_augmentation
+from util.data.pretrain_augment import make_augmentation
+from util.data.transforms import Normalize, ResizeCenterCrop
 from util.evaluate import evaluator
 from util.run.files import checkpoint
 from util.run.files.checkpoint import save_checkpoint

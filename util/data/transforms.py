@@ -3,10 +3,9 @@
 Images are uint8, uint16 or float32, with any number of channels, and keep their type up to the device.
 """
 
-import argparse
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -67,21 +66,6 @@ def with_vflip(transform: Callable, vflip: bool, seed: int) -> Callable:
     if vflip:
         return RandomVerticalFlip(transform, seed)
     return transform
-
-
-def make_augmentation(args: argparse.Namespace, img_size: Size) -> Callable:
-    """Returns the random crop and flips of the images of a pre-training."""
-    options: dict[str, Any] = {
-        "interpolation": args.interpolation,
-        "reference": args.loader == "reference",
-        "hflip": args.hflip,
-    }
-    crop: Callable = RandomResizedCropFlip(img_size, args.seed, args.crop_scale, **options)
-    if args.crop == "padded":
-        from util.data.padded_crop import PaddedCropFlip
-
-        crop = PaddedCropFlip(img_size, args.seed, **options)
-    return with_vflip(crop, args.vflip, args.seed)
 
 
 class RandomResizedCropFlip:
