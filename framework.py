@@ -1,15 +1,13 @@
 """The contract of a pre-training framework, and what the frameworks that predict pixels share."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models_vit import check_image_size, patchify, unpatchify
+from models_vit import check_image_size, patchify
 from prmim import (
     MaskCollator,
     Method,
@@ -20,23 +18,10 @@ from prmim import (
     count_visible,
 )
 from util.flag import Flag
-from util.tokens import counted_tokens, fill_invalid
+from util.lazy import ByName
+from util.tokens import counted_tokens, fill_invalid, patch_statistics
 
-
-@dataclass(frozen=True)
-class View:
-    """A prediction that can be looked at and measured. `frameworks.hooks.reconstruction` composes pictures of views."""
-
-    title: str  # of the prediction in a picture
-    truth_title: str | None  # of the truth; None if it is the images themselves, which every picture shows
-    truth: Tensor  # images [B, C, H, W] in [0, 1]
-    prediction: Tensor  # likewise; read at predicted tokens only
-    measure: str  # name of the errors in a table
-    errors: Tensor  # of each token in raster order, [B, N]; read at predicted tokens only
-
-
-class NoPixels(ValueError):
-    """The predictions are no pixels, and nothing says how to draw them."""
+COLLATORS = ByName({"frameworks.valid_tokens": ("ValidTokenCollator",)})  # which most runs do not load
 
 
 class Framework(nn.Module):
@@ -47,27 +32,21 @@ class Framework(nn.Module):
 
     A framework is a file `models_<framework>_pr.py` with a subclass of this class and of an encoder. The encoder has
     the methods `patchify`, `forward_features` and `no_weight_decay`. The subclass implements `forward`,
-    `official_names`, `reconstruct` and `views`.
-
-    norm_pix_loss: normalise the targets of each token, in a `PixelFramework`.
-    mask_unit: side, in tokens, of the units, the squares that are masked as a whole. Throwing stays per token.
-    has_invalid: pixels may be NaN, that is, invalid: they are 0 for the encoder, and have no loss. For frameworks on
-        pixels only.
-    mask_ratio, ..., applies_to: see `prmim.Method`. By default those of the class.
-    sizes: of the encoder, the next class in the order of inheritance.
+    `official_names` and `reconstruct`. Its constructor names all arguments: its own, the encoder's, and those of
+    `use_method` and of `prmim.Method`. `models_mae_pr` is an example.
     """
 
     release: str  # name of the published framework, in errors
-    method: Method = Method()  # a class has its defaults, a model its arguments
+    method: Method
     img_size: tuple[int, int]  # (height, width) in pixels
     patch_size: int  # side of a patch in pixels
     grid_size: tuple[int, int]  # (rows, columns) of the tokens that are masked
     counts: TokenCounts
     shared_visible: ClassVar[bool] = False  # whether all images of a batch have the same visible tokens
     needs_attention: ClassVar[bool] = False  # whether it draws tokens by attention alone (AMT)
-    many_cls_tokens: ClassVar[bool] = False  # whether decoder and targets are made for more than one class token
     flags: tuple[Flag, ...] = ()
-    compiled_methods: ClassVar[tuple[str, ...]] = ("embed_visible",)
+    compiled_methods: ClassVar[tuple[str, ...]] = ("embed_visible",)  # by --compile, beside all blocks
+    views: Any = None  # a method that draws predictions, if they are no pixels: see `frameworks.views`
 
     def __init_subclass__(cls, **options: Any) -> None:
         """ValueError if a flag has the name of a method or attribute of the class: the flag's value would hide it."""
@@ -82,39 +61,19 @@ class Framework(nn.Module):
                     "give the flag another name"
                 )
 
-    def __init__(
-        self,
-        norm_pix_loss: bool = False,
-        mask_unit: int = 1,
-        has_invalid: bool = False,
-        mask_ratio: float | None = None,
-        throw_ratio: float | None = None,
-        progressive: bool | None = None,
-        kernel_size: int | None = None,
-        aggregation: str | None = None,
-        applies_to: str | None = None,
-        **sizes: Any,
-    ) -> None:
-        super().__init__(**sizes)
-        method: dict[str, Any] = {
-            "mask_ratio": mask_ratio,
-            "throw_ratio": throw_ratio,
-            "progressive": progressive,
-            "kernel_size": kernel_size,
-            "aggregation": aggregation,
-            "applies_to": applies_to,
-        }
-        given = {name: value for name, value in method.items() if value is not None}
-        self.method = replace(self.method, **given)
+    def use_method(self, method: Method, norm_pix_loss: bool, mask_unit: int, has_invalid: bool) -> None:
+        """Sets what the method says of the encoder's tokens. A constructor calls it after that of the encoder.
+
+        norm_pix_loss: normalise the targets of each token, in a `PixelFramework`.
+        mask_unit: side, in tokens, of the units, the squares that are masked as a whole. Throwing stays per token.
+        has_invalid: pixels may be NaN, that is, invalid: they are 0 for the encoder, and have no loss. For frameworks
+            on pixels only.
+        """
+        self.method = method
         self.norm_pix_loss = norm_pix_loss
         self.mask_unit = mask_unit
         self.has_invalid = has_invalid
         self.counts = self.count_tokens()
-        num_cls_tokens = getattr(self, "num_cls_tokens", 1)
-        if num_cls_tokens > 1 and not self.many_cls_tokens:
-            raise ValueError(
-                f"{type(self).__name__} is made for one class token, got {num_cls_tokens}, registers included"
-            )
 
     def count_tokens(self) -> TokenCounts:
         """Returns how many tokens are visible, retained and thrown. `throw_ratio` is a share of all tokens."""
@@ -138,10 +97,15 @@ class Framework(nn.Module):
     def make_aggregation(self, dim: int) -> SpatialAggregation | None:
         """Returns what reconstructs the thrown tokens from features of width `dim`, or None if nothing does.
 
-        A framework makes it last, so that a seed gives every arm of an ablation the same weights.
+        Its first weights are drawn aside: a seed gives every arm of an ablation the same other weights.
         """
         if not self.aggregates:
             return None
+        with torch.random.fork_rng(devices=[]):
+            return self.new_aggregation(dim)
+
+    def new_aggregation(self, dim: int) -> SpatialAggregation:
+        """Returns the aggregation of the method's arguments, for features of width `dim`."""
         method = self.method
         return SpatialAggregation(dim, method.kernel_size, method.aggregation, method.applies_to)
 
@@ -171,6 +135,10 @@ class Framework(nn.Module):
             settings[flag.name] = value
         return settings
 
+    def frozen_parts(self) -> list[nn.Module]:
+        """Returns the modules that a step runs although they are no submodules, such as a teacher."""
+        return []
+
     def named_files(self) -> dict[str, Any]:
         """Returns the objects that were loaded from files, such as a teacher, by the names of their flags."""
         return {flag.name: getattr(self, flag.name) for flag in self.flags if flag.names_file}
@@ -190,25 +158,15 @@ class Framework(nn.Module):
 
         sampling: name in `prmim.SAMPLING` of the function that picks the retained tokens. seed: of the token orders.
         """
-        kind = ValidTokenCollator if self.has_invalid else MaskCollator
+        kind = MaskCollator
+        if self.has_invalid:
+            kind = COLLATORS["ValidTokenCollator"]
         return kind(self.sampler(sampling), seed, self.shared_visible)
 
     def reconstruct(self, imgs: Tensor, ids_shuffle: Tensor) -> tuple[Any, Tensor]:
         """Returns (the framework's predictions in raster order, mask of the predicted tokens, bool [B, N]).
 
         Plain partial reconstruction predicts no thrown token.
-        """
-        raise NotImplementedError
-
-    def views(
-        self,
-        imgs: Tensor,
-        ids_shuffle: Tensor,
-        undo: Callable[[Tensor], Tensor],
-    ) -> list[View]:
-        """Returns the predictions as images and errors. undo: turns normalised images into images in [0, 1].
-
-        NoPixels if the predictions cannot be drawn.
         """
         raise NotImplementedError
 
@@ -230,39 +188,6 @@ class Framework(nn.Module):
 
         weights = self.official_names(weights_in(state_dict))
         load_strict(self, weights, f"{self.release} weights", optional="aggregation.")
-
-
-class ValidTokenCollator(MaskCollator):
-    """A `MaskCollator` for images with invalid pixels, which are NaN. The token order depends on which ones are.
-
-    Of the masked tokens, those are thrown first that count in no loss, because most of their pixels are invalid.
-    """
-
-    def draw(self, noise: np.ndarray, imgs: Tensor, *others: Sequence) -> np.ndarray:
-        shuffled = self.sampler.shuffle(noise, self.shared_tokens(noise))
-        masked = shuffled[:, self.sampler.counts.num_visible :]
-        is_counted = np.take_along_axis(self.find_counted(imgs), masked, axis=1)
-        counted_first = (~is_counted).argsort(axis=1, kind="stable")
-        masked = np.take_along_axis(masked, counted_first, axis=1)
-        num_retained = self.sampler.counts.num_retained
-        retained = masked[:, :num_retained].copy()  # of images with fewer tokens that count
-        num_counted = is_counted.sum(axis=1)
-        for number in np.unique(num_counted[num_counted > num_retained]):  # images with as many have one shape
-            images = np.flatnonzero(num_counted == number)
-            retained[images] = self.choose_retained(masked[images, :number], images)
-        return self.sampler.sort(shuffled, retained)
-
-    def find_counted(self, imgs: Tensor) -> np.ndarray:
-        """Returns which tokens of images [B, C, H, W] count in losses, bool [B, N]."""
-        if not imgs.is_floating_point():
-            return np.ones((len(imgs), self.sampler.counts.num_tokens), bool)
-        token_side = imgs.shape[2] // self.sampler.grid_size[0]
-        valid = patchify(~imgs.isnan(), token_side)
-        return counted_tokens(valid).numpy()
-
-    def choose_retained(self, masked: np.ndarray, images: np.ndarray) -> np.ndarray:
-        """Returns those of the masked tokens [b, n] of some images of the batch that are retained."""
-        return self.sampler.choose_retained(masked)
 
 
 def weights_in(content: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -419,67 +344,6 @@ class PixelFramework(Framework):
         latent = self.forward_encoder(self.token_pixels(imgs), order)
         pred = self.forward_decoder(latent, order, all_tokens=True)
         return order.restore(pred), self.supervised(order)
-
-    @torch.no_grad()
-    def views(
-        self,
-        imgs: Tensor,
-        ids_shuffle: Tensor,
-        undo: Callable[[Tensor], Tensor],
-    ) -> list[View]:
-        """Returns one view. Its errors are squared errors of pixels in [0, 1], averaged over each token.
-
-        With invalid pixels they are averaged over the valid ones.
-
-        The normalisation of targets is undone with the mean and variance of the true patch, which no model predicts.
-        NoPixels for other targets.
-        """
-        if not self.predicts_pixels():
-            raise NoPixels(
-                f"the targets of {type(self).__name__} are no pixels, so its predictions cannot be drawn as images: "
-                "override `views`"
-            )
-        pred, _ = self.reconstruct(imgs, ids_shuffle)
-        pixels = self.token_pixels(imgs)
-        valid: Tensor | None = None
-        if self.has_invalid:
-            valid = self.valid_pixels(imgs)
-        if self.norm_pix_loss:
-            mean, std = patch_statistics(pixels, valid)
-            pred = pred * std + mean
-        prediction = undo(unpatchify(pred.to(pixels.dtype), self.token_side, self.grid_size))
-        if valid is None:
-            truth = undo(imgs)
-            error = (truth - prediction).square().mean(dim=1, keepdim=True)
-            errors = nn.functional.adaptive_avg_pool2d(error, self.grid_size).flatten(1)
-        else:
-            truth = undo(fill_invalid(imgs))
-            error = patchify((truth - prediction).square(), self.token_side)
-            errors = valid_mean(error, valid).squeeze(-1)
-        return [View("reconstruction", None, truth, prediction, "masked MSE", errors)]
-
-
-def patch_statistics(patches: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns mean and standard deviation of each patch of [B, n, P], two of [B, n, 1].
-
-    They are those of `norm_pix_loss`: the variance is unbiased, and 1e-6 is added to it. valid: the values that count,
-    bool [B, n, P]; by default all. The statistics of a patch whose values all count are the same with and without it.
-    """
-    mean = patches.mean(-1, keepdim=True)
-    variance = patches.var(-1, keepdim=True)
-    if valid is not None:
-        number = valid.sum(-1, keepdim=True)
-        is_whole = number == patches.shape[-1]
-        mean = torch.where(is_whole, mean, valid_mean(patches, valid))
-        squares = valid_mean((patches - mean).square(), valid) * number
-        variance = torch.where(is_whole, variance, squares / (number - 1).clamp(min=1))
-    return mean, (variance + 1e-6).sqrt()
-
-
-def valid_mean(x: Tensor, valid: Tensor) -> Tensor:
-    """Returns the mean of the `valid` values of each row of [B, n, P], [B, n, 1]; 0 if none is."""
-    number = valid.sum(-1, keepdim=True)
-    return torch.where(valid, x, 0.0).sum(-1, keepdim=True) / number.clamp(min=1)
 
 
 def rename_prefixes(weights: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:

@@ -4,13 +4,12 @@
 """
 
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from framework import DECODER_FLAGS, TOKEN_FLAGS, PixelFramework, decoder_heads, rename_prefixes
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, TINY, ViTEncoder
-from prmim import ProgressiveDecoder, TokenOrder
+from prmim import Method, ProgressiveDecoder, TokenOrder
 from util.flag import Flag
 
 __all__ = [
@@ -41,40 +40,74 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
 
     decoder_embed_dim, decoder_depth, decoder_num_heads: the decoder's blocks, by default with one head per 32 channels.
         `mlp_ratio` is the same as the encoder's.
-    arguments: of `framework.Framework`, which takes the method, and of `models_vit.ViTEncoder`, which takes the sizes.
+    img_size, ..., norm_eps: of the encoder, see `models_vit.ViTEncoder`. norm_pix_loss, ..., has_invalid: see
+        `framework.Framework.use_method`. mask_ratio, ..., applies_to: see `prmim.Method`.
     """
 
     release = "MAE"
     flags: tuple[Flag, ...] = (*DECODER_FLAGS, *TOKEN_FLAGS)
-    many_cls_tokens = True
 
     def __init__(
         self,
         decoder_embed_dim: int = 512,
         decoder_depth: int = 8,
         decoder_num_heads: int | None = None,
-        **arguments: Any,
+        *,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        embed_dim: int = 1024,
+        depth: int = 24,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
+        num_cls_tokens: int = 1,
+        learned_pos_embed: bool = False,
+        registers: bool = False,
+        rotary: bool = False,
+        norm_eps: float = 1e-6,
+        norm_pix_loss: bool = False,
+        mask_unit: int = 1,
+        has_invalid: bool = False,
+        mask_ratio: float = 0.75,
+        throw_ratio: float = 0.5,
+        progressive: bool = True,
+        kernel_size: int = 7,
+        aggregation: str = "dwconv",
+        applies_to: str = "thrown",
     ) -> None:
-        super().__init__(**{**LARGE, **arguments})
+        super().__init__(
+            img_size=img_size,
+            patch_size=patch_size,
+            in_chans=in_chans,
+            embed_dim=embed_dim,
+            depth=depth,
+            num_heads=num_heads,
+            mlp_ratio=mlp_ratio,
+            drop_path_rate=drop_path_rate,
+            num_cls_tokens=num_cls_tokens,
+            learned_pos_embed=learned_pos_embed,
+            registers=registers,
+            rotary=rotary,
+            norm_eps=norm_eps,
+        )
+        method = Method(mask_ratio, throw_ratio, progressive, kernel_size, aggregation, applies_to)
+        self.use_method(method, norm_pix_loss, mask_unit, has_invalid)
         self.decoder_embed_dim = decoder_embed_dim
         self.decoder_depth = decoder_depth
         self.decoder_num_heads = decoder_heads(decoder_embed_dim, decoder_depth, decoder_num_heads)
         self.decoder = ProgressiveDecoder(
             self.grid_size,
             self.embed_dim,
-            head=self.patch_size**2 * self.in_chans,
+            head=patch_size**2 * in_chans,
+            make_aggregation=self.make_aggregation,
             decoder_embed_dim=decoder_embed_dim,
             decoder_depth=decoder_depth,
             decoder_num_heads=self.decoder_num_heads,
-            mlp_ratio=self.mlp_ratio,
-            num_prefix=self.num_cls_tokens,
-            learned_pos_embed=self.learned_pos_embed,
+            mlp_ratio=mlp_ratio,
+            num_prefix=num_cls_tokens,
+            learned_pos_embed=learned_pos_embed,
         )
-        self.add_layers()
-        self.decoder.aggregation = self.make_aggregation(decoder_embed_dim)
-
-    def add_layers(self) -> None:
-        """Adds the layers that a subclass has in addition. The aggregation, which must come last, follows."""
 
     def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""

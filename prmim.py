@@ -189,21 +189,22 @@ class ProgressiveDecoder(nn.Module):
     grid_size: (rows, columns) of the tokens.
     embed_dim: width of the encoder's output.
     head: the last layer, either a module that takes features [B, n, C] or the output width of a linear layer.
+    make_aggregation: returns what reconstructs the thrown tokens from features of a width, or None
+        (`Framework.make_aggregation`). With None this is MAE's decoder (Fig. 2a), or plain partial reconstruction if
+        tokens are thrown (Fig. 2b).
     decoder_embed_dim, decoder_depth, decoder_num_heads, mlp_ratio: sizes of the Transformer blocks.
     num_prefix: P, the number of class tokens with which the encoder's output begins.
     learned_pos_embed: train the table of positions. By default it is a frozen sine-cosine table.
-
-    `aggregation` is None until a framework sets it (`Framework.make_aggregation`). Without it this is MAE's decoder
-    (Fig. 2a), or plain partial reconstruction if tokens are thrown (Fig. 2b).
     """
 
-    compiled_methods: tuple[str, ...] = ("embed_tokens", "predict")
+    compiled_methods: tuple[str, ...] = ("embed_tokens", "predict")  # by --compile, beside the blocks
 
     def __init__(
         self,
         grid_size: tuple[int, int],
         embed_dim: int,
         head: int | nn.Module,
+        make_aggregation: Callable[[int], "SpatialAggregation | None"],
         decoder_embed_dim: int = 512,
         decoder_depth: int = 8,
         decoder_num_heads: int = 16,
@@ -226,7 +227,7 @@ class ProgressiveDecoder(nn.Module):
         self.pred = head
         init_weights(self)
         nn.init.normal_(self.mask_token, std=0.02)
-        self.aggregation: SpatialAggregation | None = None
+        self.aggregation = make_aggregation(decoder_embed_dim)
 
     def forward(self, x: Tensor, order: TokenOrder, all_tokens: bool = False) -> Tensor:
         """Predicts the supervised tokens from the latent `x` [B, P + num_visible, D], class tokens first.

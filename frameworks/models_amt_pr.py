@@ -23,10 +23,9 @@ from encoders.models_absolute_vit import AbsoluteViTEncoder
 from framework import Framework
 from frameworks.models_simmim_pr import SimMIMOnViT, rename_release
 from models_mae_pr import MaskedAutoencoderViT
-from models_vit import BASE, MICRO, MINI
+from models_vit import BASE, MICRO, MINI, Sizes
 from prmim import (
     MaskCollator,
-    Method,
     TokenCounts,
     TokenOrder,
     TokenOrderSampler,
@@ -137,13 +136,10 @@ class AMTMasking(Framework):
 class AMTViT(AMTMasking, MaskedAutoencoderViT):
     """MAE with AMT's masking and throwing. It has MAE's parameters, and loads MAE's releases and AMT's.
 
-    mask_ratio, throw_ratio: shares of all tokens that are masked and thrown. The former includes the latter.
-    arguments: those of `MaskedAutoencoderViT`. AMT itself has `progressive=False`.
+    `mask_ratio` includes `throw_ratio`. AMT itself has `progressive=False`, and the ratios of the factories below.
     """
 
     flags = ()
-    many_cls_tokens = False
-    method = Method(mask_ratio=0.85, throw_ratio=0.4)
 
     def count_tokens(self) -> TokenCounts:
         """Returns AMT's token counts, or those of random masking (.75, nothing thrown) before there are maps."""
@@ -155,12 +151,11 @@ class AMTViT(AMTMasking, MaskedAutoencoderViT):
 class AMTSimMIMViT(AMTMasking, SimMIMOnViT, AbsoluteViTEncoder):
     """SimMIM with AMT's masking and throwing of units. The encoder also runs on mask tokens. L1 loss, linear head.
 
-    `mask_ratio` includes `throw_ratio`. The aggregation follows the last block. AMT itself has `progressive=False`.
-    arguments: of `framework.Framework`, which takes the method, and of `AbsoluteViTEncoder`.
+    `mask_ratio` includes `throw_ratio`. The aggregation follows the last block. AMT itself has `progressive=False`, and
+    the ratios of the factories below.
     """
 
     release = "AMT"
-    method = Method(mask_ratio=0.7, throw_ratio=0.26)
 
     def count_tokens(self) -> TokenCounts:
         """Returns AMT's token counts. Before there are maps, as many units are masked at random and none is thrown."""
@@ -187,9 +182,12 @@ class AMTSimMIMViT(AMTMasking, SimMIMOnViT, AbsoluteViTEncoder):
         return renamed
 
 
-amt_vit_micro_patch4 = partial(AMTViT, **MICRO, decoder_embed_dim=64, decoder_depth=4, decoder_num_heads=2)
-amt_vit_mini_patch4 = partial(AMTViT, **MINI, decoder_embed_dim=128, decoder_depth=4, decoder_num_heads=4)
-amt_vit_base_patch16 = partial(AMTViT, **BASE)
-amt_simmim_vit_micro_patch4 = partial(AMTSimMIMViT, **MICRO)
-amt_simmim_vit_mini_patch4 = partial(AMTSimMIMViT, **MINI)
-amt_simmim_vit_base_patch16 = partial(AMTSimMIMViT, **BASE | {"drop_path_rate": 0.1, "mask_unit": None})
+ON_MAE: Sizes = dict(mask_ratio=0.85, throw_ratio=0.4)
+ON_SIMMIM: Sizes = dict(mask_ratio=0.7, throw_ratio=0.26)
+
+amt_vit_micro_patch4 = partial(AMTViT, **MICRO, **ON_MAE, decoder_embed_dim=64, decoder_depth=4, decoder_num_heads=2)
+amt_vit_mini_patch4 = partial(AMTViT, **MINI, **ON_MAE, decoder_embed_dim=128, decoder_depth=4, decoder_num_heads=4)
+amt_vit_base_patch16 = partial(AMTViT, **BASE, **ON_MAE)
+amt_simmim_vit_micro_patch4 = partial(AMTSimMIMViT, **MICRO, **ON_SIMMIM)
+amt_simmim_vit_mini_patch4 = partial(AMTSimMIMViT, **MINI, **ON_SIMMIM)
+amt_simmim_vit_base_patch16 = partial(AMTSimMIMViT, **BASE, **ON_SIMMIM, drop_path_rate=0.1, mask_unit=None)

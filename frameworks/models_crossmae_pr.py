@@ -8,7 +8,7 @@ with a smaller prediction ratio, which is mask_ratio - throw_ratio. PR-MIM on Cr
 makes no features of visible tokens, so `visible_source` says what the convolution reads there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,7 +62,8 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         The default is all blocks.
     use_input: whether the input of the first block is a level, too. It comes before the others.
     visible_source: see `CrossAggregation`. It has no effect without aggregation.
-    arguments: of `framework.Framework`, which takes the method, and of `models_vit.ViTEncoder`, which takes the sizes.
+    img_size, ..., norm_eps: of the encoder, see `models_vit.ViTEncoder`. norm_pix_loss, ..., has_invalid: see
+        `framework.Framework.use_method`. mask_ratio, ..., applies_to: see `prmim.Method`.
     """
 
     release = "CrossMAE"
@@ -76,16 +77,37 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         levels: Sequence[int] | None = None,
         use_input: bool = True,
         visible_source: str = "embed",
-        **arguments: Any,
+        *,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        embed_dim: int = 1024,
+        depth: int = 24,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
+        norm_eps: float = 1e-6,
+        norm_pix_loss: bool = False,
+        mask_unit: int = 1,
+        has_invalid: bool = False,
+        mask_ratio: float = 0.75,
+        throw_ratio: float = 0.5,
+        progressive: bool = True,
+        kernel_size: int = 7,
+        aggregation: str = "dwconv",
+        applies_to: str = "thrown",
     ) -> None:
-        super().__init__(**{**LARGE, **arguments})
+        super().__init__(
+            img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio, drop_path_rate, norm_eps=norm_eps
+        )
+        method = Method(mask_ratio, throw_ratio, progressive, kernel_size, aggregation, applies_to)
+        self.use_method(method, norm_pix_loss, mask_unit, has_invalid)
         self.decoder_embed_dim = decoder_embed_dim
         self.decoder_depth = decoder_depth
         self.decoder_num_heads = decoder_heads(decoder_embed_dim, decoder_depth, decoder_num_heads)
         self.norm = nn.Identity()
         self.use_input = use_input
         self.visible_source = visible_source
-        depth = len(self.blocks)
         if levels is None:
             levels = range(depth)
         self.levels = check_blocks("levels", levels, depth)
@@ -93,22 +115,20 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
             self.grid_size,
             self.embed_dim,
             num_levels=self.num_levels,
-            out_dim=self.patch_size**2 * self.in_chans,
+            out_dim=patch_size**2 * in_chans,
+            make_aggregation=self.make_aggregation,
             decoder_embed_dim=decoder_embed_dim,
             decoder_depth=decoder_depth,
             decoder_num_heads=self.decoder_num_heads,
-            mlp_ratio=self.mlp_ratio,
+            mlp_ratio=mlp_ratio,
         )
-        self.decoder.aggregation = self.make_aggregation(decoder_embed_dim)
 
     @property
     def num_levels(self) -> int:
         """The number k of levels that the decoder reads."""
         return len(self.levels) + self.use_input
 
-    def make_aggregation(self, dim: int) -> "CrossAggregation | None":
-        if not self.aggregates:
-            return None
+    def new_aggregation(self, dim: int) -> "CrossAggregation":
         return CrossAggregation(dim, self.embed_dim, self.num_levels, self.visible_source, self.method)
 
     def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
@@ -148,7 +168,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
 
 
 class CrossAttentionDecoder(nn.Module):
-    """CrossMAE's decoder: mask tokens that read mixtures of the encoder's levels. An aggregation may be set afterwards.
+    """CrossMAE's decoder: mask tokens that read mixtures of the encoder's levels.
 
     embed_dim, num_levels: width and number k of the encoder's levels. Other sizes: see `prmim.ProgressiveDecoder`.
     `level_weights` [decoder_depth, k] are the weights of the mixtures. They are free, that is, not normalised. Their
@@ -161,6 +181,7 @@ class CrossAttentionDecoder(nn.Module):
         embed_dim: int,
         num_levels: int,
         out_dim: int,
+        make_aggregation: Callable[[int], "CrossAggregation | None"],
         decoder_embed_dim: int,
         decoder_depth: int,
         decoder_num_heads: int,
@@ -182,7 +203,7 @@ class CrossAttentionDecoder(nn.Module):
         init_weights(self)
         nn.init.xavier_uniform_(self.level_weights)
         nn.init.normal_(self.mask_token, std=0.02)
-        self.aggregation: CrossAggregation | None = None
+        self.aggregation = make_aggregation(decoder_embed_dim)
 
     def forward(self, levels: Tensor, order: TokenOrder) -> Tensor:
         """Predicts the supervised tokens [B, num_supervised, out_dim] from the levels [k, B, 1 + num_visible, D]."""

@@ -19,7 +19,7 @@ from encoders.names import swap_merging
 from framework import PixelFramework, weights_in
 from frameworks.window_groups import WindowGrouper
 from models_vit import init_weights
-from prmim import MaskCollator, ProgressiveDecoder, TokenOrder, TokenOrderSampler
+from prmim import MaskCollator, Method, ProgressiveDecoder, TokenOrder, TokenOrderSampler
 from util.flag import Flag
 
 __all__ = [
@@ -84,7 +84,8 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
     the order of the mask's noise. Each visible unit is then placed at a random one of the visible positions. That needs
     the batches of `collator`, since only they keep the order of the noise.
 
-    arguments: of `framework.Framework`, which takes the method, and of `encoders.models_swin.SwinEncoder`.
+    img_size, ..., drop_path_rate: of the encoder, see `encoders.models_swin.SwinEncoder`. norm_pix_loss, ...,
+        has_invalid: see `framework.Framework.use_method`. mask_ratio, ..., applies_to: see `prmim.Method`.
     """
 
     release = "GreenMIM"
@@ -98,9 +99,31 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         decoder_depth: int = 1,
         decoder_num_heads: int = 16,
         decoder_order: str = "true",
-        **arguments: Any,
+        *,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 4,
+        in_chans: int = 3,
+        embed_dim: int = 128,
+        depths: Sequence[int] = (2, 2, 18, 2),
+        num_heads: Sequence[int] = (4, 8, 16, 32),
+        window_size: int = 7,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
+        norm_pix_loss: bool = False,
+        mask_unit: int = 1,
+        has_invalid: bool = False,
+        mask_ratio: float = 0.75,
+        throw_ratio: float = 0.5,
+        progressive: bool = True,
+        kernel_size: int = 7,
+        aggregation: str = "dwconv",
+        applies_to: str = "thrown",
     ) -> None:
-        super().__init__(**arguments)
+        super().__init__(
+            img_size, patch_size, in_chans, embed_dim, depths, num_heads, window_size, mlp_ratio, drop_path_rate
+        )
+        method = Method(mask_ratio, throw_ratio, progressive, kernel_size, aggregation, applies_to)
+        self.use_method(method, norm_pix_loss, mask_unit, has_invalid)
         self.decoder_order = decoder_order
         for module in self.modules():
             if isinstance(module, torch.nn.LayerNorm):
@@ -111,14 +134,14 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         self.decoder = ProgressiveDecoder(
             self.grid_size,
             self.num_features,
-            head=self.stride**2 * self.in_chans,
+            head=self.stride**2 * in_chans,
+            make_aggregation=self.make_aggregation,
             decoder_embed_dim=decoder_embed_dim,
             decoder_depth=decoder_depth,
             decoder_num_heads=decoder_num_heads,
-            mlp_ratio=self.mlp_ratio,
+            mlp_ratio=mlp_ratio,
             num_prefix=0,
         )
-        self.decoder.aggregation = self.make_aggregation(decoder_embed_dim)
 
     @property
     def grid_size(self) -> tuple[int, int]:  # type: ignore[override]

@@ -7,14 +7,14 @@ tokens, and all four decoders throw the same tokens of an image.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from framework import Framework, View, check_blocks
+from framework import Framework, check_blocks
 from frameworks.hog import hog, orientation_colors
+from frameworks.views import View
 from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, layer_norm, patchify, unpatchify
 from prmim import Method, ProgressiveDecoder, TokenOrder
 
@@ -37,11 +37,11 @@ class LocalMIMViT(Framework, ViTEncoder):
         is the second, fourth, third last and last block, as in the release.
     num_bins: orientations of a histogram.
     hog_bias: give the gradient filters a random bias that is never trained, as in the release's ViT-L.
-    arguments: of `framework.Framework`, which takes the method, and of `models_vit.ViTEncoder`, which takes the sizes.
+    img_size, ..., norm_eps: of the encoder, see `models_vit.ViTEncoder`. norm_pix_loss, ..., has_invalid: see
+        `framework.Framework.use_method`. mask_ratio, ..., applies_to: see `prmim.Method`.
     """
 
     release = "LocalMIM"
-    method = Method(throw_ratio=0.65)
     compiled_methods = ("embed_visible", "target", "token_loss", "group_loss")
 
     def __init__(
@@ -52,10 +52,31 @@ class LocalMIMViT(Framework, ViTEncoder):
         taps: Sequence[int] | None = None,
         num_bins: int = 9,
         hog_bias: bool = False,
-        **arguments: Any,
+        *,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
+        norm_eps: float = 1e-6,
+        norm_pix_loss: bool = False,
+        mask_unit: int = 1,
+        has_invalid: bool = False,
+        mask_ratio: float = 0.75,
+        throw_ratio: float = 0.65,
+        progressive: bool = True,
+        kernel_size: int = 7,
+        aggregation: str = "dwconv",
+        applies_to: str = "thrown",
     ) -> None:
-        super().__init__(**arguments)
-        depth = len(self.blocks)
+        super().__init__(
+            img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio, drop_path_rate, norm_eps=norm_eps
+        )
+        method = Method(mask_ratio, throw_ratio, progressive, kernel_size, aggregation, applies_to)
+        self.use_method(method, norm_pix_loss, mask_unit, has_invalid)
         if taps is None:
             taps = (1, 3, depth - 3, depth - 1)
         self.taps = check_blocks("taps", taps, depth)
@@ -77,16 +98,15 @@ class LocalMIMViT(Framework, ViTEncoder):
         for scale in SCALES:
             decoder = LocalDecoder(
                 self.grid_size,
-                self.embed_dim,
-                head=make_head(scale, decoder_embed_dim, self.in_chans * num_bins),
+                embed_dim,
+                head=make_head(scale, decoder_embed_dim, in_chans * num_bins),
+                make_aggregation=self.make_aggregation,
                 decoder_embed_dim=decoder_embed_dim,
                 decoder_depth=decoder_depth,
                 decoder_num_heads=decoder_num_heads,
-                mlp_ratio=self.mlp_ratio,
+                mlp_ratio=mlp_ratio,
             )
             self.decoder.append(decoder)
-        for decoder in self.decoder:
-            decoder.aggregation = self.make_aggregation(decoder_embed_dim)
 
     def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
         """Returns the scalar losses of normalised images [B, C, H, W] with ids_shuffle int64 [B, N].

@@ -6,7 +6,6 @@ target, loss and throwing are those of MAE with PR-MIM. Fine-tuning drops the fu
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
 
     fused_blocks: numbers of the blocks (from 0) whose outputs are mixed. They increase and include the last block. The
         default is every second block and the last, for ViT-B 0, 2, 4, 6, 8 and 11 as in the release.
-    arguments: those of `MaskedAutoencoderViT`.
+    decoder_embed_dim, ..., applies_to: see `MaskedAutoencoderViT`.
     """
 
     release = "MFF"
@@ -33,21 +32,67 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
     def __init__(
         self,
         fused_blocks: Sequence[int] | None = None,
-        **arguments: Any,
+        decoder_embed_dim: int = 512,
+        decoder_depth: int = 8,
+        decoder_num_heads: int | None = None,
+        *,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        embed_dim: int = 1024,
+        depth: int = 24,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
+        num_cls_tokens: int = 1,
+        learned_pos_embed: bool = False,
+        registers: bool = False,
+        rotary: bool = False,
+        norm_eps: float = 1e-6,
+        norm_pix_loss: bool = False,
+        mask_unit: int = 1,
+        has_invalid: bool = False,
+        mask_ratio: float = 0.75,
+        throw_ratio: float = 0.5,
+        progressive: bool = True,
+        kernel_size: int = 7,
+        aggregation: str = "dwconv",
+        applies_to: str = "thrown",
     ) -> None:
-        self.given_blocks = fused_blocks  # for `add_layers`, which MAE's constructor calls
-        super().__init__(**arguments)
-
-    def add_layers(self) -> None:
-        """Adds the projections of all fused levels but the last, which enters the mixture as it is, and the mixture."""
-        last = len(self.blocks) - 1
-        blocks = self.given_blocks
-        if blocks is None:
-            blocks = [*range(0, last - 1, 2), last]
-        self.fused_blocks = check_blocks("fused_blocks", blocks, len(self.blocks))
-        self.proj_layers = nn.ModuleList()
+        super().__init__(
+            decoder_embed_dim=decoder_embed_dim,
+            decoder_depth=decoder_depth,
+            decoder_num_heads=decoder_num_heads,
+            img_size=img_size,
+            patch_size=patch_size,
+            in_chans=in_chans,
+            embed_dim=embed_dim,
+            depth=depth,
+            num_heads=num_heads,
+            mlp_ratio=mlp_ratio,
+            drop_path_rate=drop_path_rate,
+            num_cls_tokens=num_cls_tokens,
+            learned_pos_embed=learned_pos_embed,
+            registers=registers,
+            rotary=rotary,
+            norm_eps=norm_eps,
+            norm_pix_loss=norm_pix_loss,
+            mask_unit=mask_unit,
+            has_invalid=has_invalid,
+            mask_ratio=mask_ratio,
+            throw_ratio=throw_ratio,
+            progressive=progressive,
+            kernel_size=kernel_size,
+            aggregation=aggregation,
+            applies_to=applies_to,
+        )
+        if fused_blocks is None:
+            last = depth - 1
+            fused_blocks = [*range(0, last - 1, 2), last]
+        self.fused_blocks = check_blocks("fused_blocks", fused_blocks, depth)
+        self.proj_layers = nn.ModuleList()  # of all fused levels but the last, which enters the mixture as it is
         for _ in self.fused_blocks[:-1]:
-            self.proj_layers.append(nn.Linear(self.embed_dim, self.embed_dim))
+            self.proj_layers.append(nn.Linear(embed_dim, embed_dim))
         self.proj_weights = nn.Parameter(torch.ones(len(self.fused_blocks), 1, 1, 1))
         init_weights(self.proj_layers)
 

@@ -11,7 +11,6 @@ whole grids. SimMIM on Swin is the release's baseline, and GreenMIM is the Swin 
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,16 +67,43 @@ class SimMIMOnViT(SimMIM):
     """What SimMIM has on any ViT: mask tokens that run through the encoder, a linear head, an L1 loss.
 
     mask_unit: side of the masked squares in tokens; None: that of SimMIM's squares of 32 px.
+    img_size, ..., init_values: of the encoder, see `RelativeViTEncoder`. norm_pix_loss, has_invalid: see
+        `framework.Framework.use_method`. mask_ratio, ..., applies_to: see `prmim.Method`.
     """
 
-    def __init__(self, mask_unit: int | None = 2, patch_size: int = 16, **arguments: Any) -> None:
+    def __init__(
+        self,
+        mask_unit: int | None = 2,
+        patch_size: int = 16,
+        *,
+        img_size: int | tuple[int, int] = 224,
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
+        init_values: float = 0.1,
+        norm_pix_loss: bool = False,
+        has_invalid: bool = False,
+        mask_ratio: float = 0.6,
+        throw_ratio: float = 0.3,
+        progressive: bool = True,
+        kernel_size: int = 7,
+        aggregation: str = "dwconv",
+        applies_to: str = "thrown",
+    ) -> None:
+        super().__init__(
+            img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio, drop_path_rate, init_values
+        )
         if mask_unit is None:
             mask_unit = tokens_of_32_px(patch_size)
-        super().__init__(mask_unit=mask_unit, patch_size=patch_size, **arguments)
-        self.mask_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
+        method = Method(mask_ratio, throw_ratio, progressive, kernel_size, aggregation, applies_to)
+        self.use_method(method, norm_pix_loss, mask_unit, has_invalid)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         nn.init.trunc_normal_(self.mask_token, std=0.02, a=-0.02, b=0.02)
-        self.pred = nn.Linear(self.embed_dim, self.patch_size**2 * self.in_chans)
-        self.aggregation = self.make_aggregation(self.embed_dim)
+        self.pred = nn.Linear(embed_dim, patch_size**2 * in_chans)
+        self.aggregation = self.make_aggregation(embed_dim)
 
     def encode_kept(self, tokens: Tensor, order: TokenOrder) -> Tensor:
         """Runs the encoder on the kept tokens [B, num_kept, D]. Returns [B, 1 + num_kept, D], class token first."""
@@ -104,12 +130,7 @@ class SimMIMOnViT(SimMIM):
 
 
 class SimMIMViT(SimMIMOnViT, RelativeViTEncoder):
-    """A ViT with a shared relative-position bias, whose encoder also runs on mask tokens, and a linear head.
-
-    arguments: of `SimMIMOnViT`, of `framework.Framework`, which takes the method, and of `RelativeViTEncoder`.
-    """
-
-    method = Method(mask_ratio=0.6, throw_ratio=0.3)
+    """A ViT with a shared relative-position bias, whose encoder also runs on mask tokens, and a linear head."""
 
     def encode_kept(self, tokens: Tensor, order: TokenOrder) -> Tensor:
         """Thrown tokens have no row and no column in the bias."""
@@ -126,20 +147,42 @@ class SimMIMSwin(SimMIM, SwinEncoder):
     """A dense Swin that also runs on mask tokens, with a linear head on the last stage. Its cells are the masked units.
 
     No token can be thrown, because its windows need whole grids.
-    arguments: of `framework.Framework`, which takes the method, and of `encoders.models_swin.SwinEncoder`.
+    depths, ..., drop_path_rate: of the encoder, see `encoders.models_swin.SwinEncoder`. norm_pix_loss, has_invalid: see
+        `framework.Framework.use_method`. mask_ratio, ..., applies_to: see `prmim.Method`.
     """
 
-    method = Method(mask_ratio=0.6, throw_ratio=0.0)
-
-    def __init__(self, depths: Sequence[int] = (2, 2, 18, 2), **arguments: Any) -> None:
+    def __init__(
+        self,
+        depths: Sequence[int] = (2, 2, 18, 2),
+        *,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 4,
+        in_chans: int = 3,
+        embed_dim: int = 128,
+        num_heads: Sequence[int] = (4, 8, 16, 32),
+        window_size: int = 7,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
+        norm_pix_loss: bool = False,
+        has_invalid: bool = False,
+        mask_ratio: float = 0.6,
+        throw_ratio: float = 0.0,
+        progressive: bool = True,
+        kernel_size: int = 7,
+        aggregation: str = "dwconv",
+        applies_to: str = "thrown",
+    ) -> None:
+        super().__init__(
+            img_size, patch_size, in_chans, embed_dim, depths, num_heads, window_size, mlp_ratio, drop_path_rate
+        )
         side_of_unit = 2 ** (len(depths) - 1)  # in tokens
-        super().__init__(depths=depths, mask_unit=side_of_unit, **arguments)
-        throw_ratio = self.method.throw_ratio
+        method = Method(mask_ratio, throw_ratio, progressive, kernel_size, aggregation, applies_to)
+        self.use_method(method, norm_pix_loss, side_of_unit, has_invalid)
         if throw_ratio:
             raise ValueError(f"{type(self).__name__} throws no tokens, got throw_ratio {throw_ratio}; set it to 0")
-        self.mask_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         nn.init.trunc_normal_(self.mask_token, std=0.02)
-        self.pred = nn.Linear(self.num_features, self.stride**2 * self.in_chans)
+        self.pred = nn.Linear(self.num_features, self.stride**2 * in_chans)
 
     def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
         """Encodes visible patches and mask tokens. Returns the last stage's cells [B, cells, 8 D] in raster order."""

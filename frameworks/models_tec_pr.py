@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from encoders.names import is_published_tec
-from framework import Framework, View, weights_in
+from framework import Framework, weights_in
 from frameworks.teacher import Teacher, attention_logits, open_teacher
+from frameworks.views import View
 from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, init_weights
-from prmim import ProgressiveDecoder, TokenOrder
+from prmim import Method, ProgressiveDecoder, TokenOrder
 from util.flag import Flag
 from util.pictures import principal_colors
 from util.run.files.strict import load_strict
@@ -66,7 +67,8 @@ class TECViT(Framework, ViTEncoder):
     att_topk, att_tau: number of patches whose attention is predicted, in addition to the class token's, and temperature
         of the attention target. The release uses 9 and 1.0 for iBOT, 15 and 1.8 for MAE, 15 and 1.4 for MAE's ViT-L.
     num_adap: number of groups of blocks that the adapter fuses.
-    arguments: of `framework.Framework`, which takes the method, and of `models_vit.ViTEncoder`, which takes the sizes.
+    img_size, ..., norm_eps: of the encoder, see `models_vit.ViTEncoder`. norm_pix_loss, ..., has_invalid: see
+        `framework.Framework.use_method`. mask_ratio, ..., applies_to: see `prmim.Method`.
     """
 
     release = "TEC"
@@ -82,14 +84,34 @@ class TECViT(Framework, ViTEncoder):
         att_topk: int = 9,
         att_tau: float = 1.0,
         num_adap: int | None = None,
-        **arguments: Any,
+        *,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
+        norm_eps: float = 1e-6,
+        norm_pix_loss: bool = False,
+        mask_unit: int = 1,
+        has_invalid: bool = False,
+        mask_ratio: float = 0.75,
+        throw_ratio: float = 0.5,
+        progressive: bool = True,
+        kernel_size: int = 7,
+        aggregation: str = "dwconv",
+        applies_to: str = "thrown",
     ) -> None:
-        super().__init__(**arguments)
-        embed_dim = self.embed_dim
-        depth = len(self.blocks)
+        super().__init__(
+            img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio, drop_path_rate, norm_eps=norm_eps
+        )
+        method = Method(mask_ratio, throw_ratio, progressive, kernel_size, aggregation, applies_to)
+        self.use_method(method, norm_pix_loss, mask_unit, has_invalid)
         if num_adap is None:
             num_adap = max(1, depth // 3)
-        self.cls_token_mlp = Mlp(embed_dim, int(embed_dim * self.mlp_ratio))
+        self.cls_token_mlp = Mlp(embed_dim, int(embed_dim * mlp_ratio))
         self.encoder_adaptor = EncoderAdaptor(embed_dim, depth, num_adap, 4 * decoder_embed_dim)
         init_weights(self.cls_token_mlp)
         init_weights(self.encoder_adaptor)
@@ -109,20 +131,20 @@ class TECViT(Framework, ViTEncoder):
             self.grid_size,
             embed_dim,
             head=teacher.embed_dim,
+            make_aggregation=self.make_aggregation,
             decoder_embed_dim=decoder_embed_dim,
             decoder_depth=decoder_depth,
             decoder_num_heads=decoder_num_heads,
-            mlp_ratio=self.mlp_ratio,
+            mlp_ratio=mlp_ratio,
         )
         self.decoder_att = ProgressiveDecoder(
             self.grid_size,
             embed_dim,
             head=2 * teacher.embed_dim,
+            make_aggregation=self.make_aggregation,
             decoder_embed_dim=decoder_embed_dim,
             decoder_depth=0,  # it shares the blocks of the other decoder
         )
-        self.decoder_fea.aggregation = self.make_aggregation(decoder_embed_dim)
-        self.decoder_att.aggregation = self.make_aggregation(decoder_embed_dim)
 
     def make_teacher(self, teacher: Teacher | str | Path | None) -> Teacher:
         """Returns the teacher, see the class. ValueError if it reads other images than the student."""
@@ -143,6 +165,9 @@ class TECViT(Framework, ViTEncoder):
                 f"the teacher reads images of {teacher.in_chans} channels, the student of {self.in_chans} (--in_chans)"
             )
         return teacher
+
+    def frozen_parts(self) -> list[nn.Module]:
+        return [self.teacher]
 
     def use_statistics(self, mean: Sequence[float], std: Sequence[float]) -> None:
         if self.teacher.statistics != (tuple(mean), tuple(std)):

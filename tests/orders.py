@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from framework import ValidTokenCollator
 from frameworks.hooks.attention_phases import AttentionCollator
+from frameworks.valid_tokens import ValidTokenCollator
 
 
 class Weights:

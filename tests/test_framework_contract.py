@@ -20,10 +20,11 @@ from encoders.models_absolute_vit import AbsoluteVisionTransformer, AbsoluteViTE
 from encoders.models_relative_vit import RelativeVisionTransformer, RelativeViTEncoder
 from encoders.models_swin import SwinEncoder, SwinTransformer
 from encoders.names import fold_cls_token
-from framework import NoPixels, PixelFramework
+from framework import PixelFramework
 from frameworks import registry
+from frameworks.views import NoPixels, views_of
 from models_vit import VisionTransformer, ViTEncoder
-from prmim import SpatialAggregation, TokenOrder
+from prmim import METHOD_ARGUMENTS, Method, SpatialAggregation, TokenOrder
 from tests.patches import MonkeyPatch
 from tests.two_processes import run_in_two_processes
 from util.costs import saved_bytes
@@ -49,11 +50,11 @@ for path in registry.NAMES:
 
 
 def parameters_of(name):
-    """Returns the names of the arguments of a class, those of its bases included."""
-    names = set()
-    for base in CLASSES[name].__mro__:
-        names.update(inspect.signature(base.__init__).parameters)
-    return names
+    """Returns the arguments of a class, those of its bases included."""
+    parameters = {}
+    for base in reversed(CLASSES[name].__mro__):
+        parameters |= inspect.signature(base.__init__).parameters
+    return parameters
 
 
 def sizes_of(name, shallow):
@@ -85,7 +86,7 @@ def build(name, throw_ratio=None, shallow=False, **options):
     shallow: as few blocks as the framework allows, which compile faster.
     """
     torch.manual_seed(0)
-    throws = CLASSES[name].method.throw_ratio > 0
+    throws = parameters_of(name)["throw_ratio"].default > 0
     if throw_ratio and not throws:
         pytest.skip("throws no tokens")
     if throw_ratio is None:
@@ -127,6 +128,32 @@ def aggregates(model):
 
 
 frameworks = pytest.mark.parametrize("name", CLASSES)
+SIZE_ARGUMENTS = {"img_size", "patch_size", "in_chans", "embed_dim", "num_heads", "mlp_ratio", "drop_path_rate"}
+
+
+@frameworks
+def test_the_signature_shows_all_arguments(name):
+    """Each has a default, and those of all frameworks are there. A `**` would hide the method from a reader."""
+    parameters = inspect.signature(CLASSES[name]).parameters
+    assert not [p for p in parameters.values() if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    assert not [p for p in parameters.values() if p.default is p.empty]
+    expected = SIZE_ARGUMENTS | set(METHOD_ARGUMENTS) | {"norm_pix_loss", "has_invalid"}
+    assert expected <= parameters.keys()
+    assert len({"depth", "depths"} & parameters.keys()) == 1
+    has_decoder = any(module.startswith("decoder") for module, _ in build(name).named_children())
+    assert has_decoder == ({"decoder_embed_dim", "decoder_depth", "decoder_num_heads"} <= parameters.keys())
+
+
+@frameworks
+def test_an_argument_is_what_it_says(name):
+    """Each argument of the method, also where a constructor hands it on."""
+    given = dict(mask_ratio=0.5, throw_ratio=0.0, progressive=False, kernel_size=5, applies_to="all")
+    model = build(name, norm_pix_loss=False, has_invalid=True, aggregation="avgpool", **given)
+    assert model.method == Method(aggregation="avgpool", **given)
+    assert not model.norm_pix_loss
+    assert model.has_invalid
+
+
 arms = pytest.mark.parametrize(
     "arm",
     [dict(throw_ratio=0.0), dict(throw_ratio=0.5, progressive=False), dict(throw_ratio=0.5)],
@@ -260,10 +287,10 @@ def test_gradients_reach_every_trainable_parameter(name, arm):
             assert parameter.grad.any(), key
 
 
-def views_of(model, imgs, ids_shuffle, undo):
+def drawn_views(model, imgs, ids_shuffle, undo):
     """The views; none if the targets are no pixels and the framework says that it cannot draw them."""
     try:
-        views = model.views(imgs, ids_shuffle, undo)
+        views = views_of(model, imgs, ids_shuffle, undo)
     except NoPixels:
         assert not model.predicts_pixels()
         return []
@@ -277,7 +304,7 @@ def test_views_are_what_pictures_and_tables_need(name, arm):
     model = build(name, **arm).eval()
     imgs, ids, *_ = a_batch(model)
     _, predicted = predictions(model, imgs, ids)
-    views = views_of(model, imgs, ids, Normalize().undo)
+    views = drawn_views(model, imgs, ids, Normalize().undo)
     assert len({view.title for view in views}) == len(views)
     assert len({view.measure for view in views}) == len(views)
     for view in views:
@@ -304,7 +331,7 @@ def test_a_new_target_reaches_the_loss_and_is_not_drawn(name, monkeypatch):
     assert model(imgs, *orders)["pixel"] > 100 * before
     assert not model.predicts_pixels()
     with pytest.raises(NoPixels, match=f"the targets of {name} are no pixels"):
-        model.views(imgs, orders[0], Normalize().undo)
+        views_of(model, imgs, orders[0], Normalize().undo)
 
 
 @on_pixels
@@ -371,7 +398,7 @@ def test_images_may_have_five_channels(name):
     total(model(imgs, ids, *groupings)).backward()
     assert model.patch_embed.proj.weight.grad.any(dim=3).any(dim=2).any(dim=0).all()
     undo = Normalize((0.5,) * 5, (0.25,) * 5, PixelFormat(5, "uint8")).undo
-    views = views_of(model, imgs.detach(), ids, undo)
+    views = drawn_views(model, imgs.detach(), ids, undo)
     for view in views:
         for picture in (view.truth, view.prediction):
             assert as_rgb(picture).shape == (len(imgs), 3, *model.img_size)

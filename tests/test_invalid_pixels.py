@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from framework import PixelFramework
 from frameworks import registry
 from frameworks.hooks.reconstruction import crops, measure, reconstruction_picture
+from frameworks.views import views_of
 from models_mae_pr import MaskedAutoencoderViT
 from prmim import SAMPLING, TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
 from scripts import visualize
@@ -394,7 +395,7 @@ def test_pictures_and_errors_of_a_run(scans, tmp_path, capsys):
     assert shown == 4 * 4 * 4 * invalid  # four columns, pixels of 4 x 4
 
     normalized = normalize(imgs, fill=False)
-    (view,) = model.views(normalized, ids_shuffle, normalize.undo)
+    (view,) = views_of(model, normalized, ids_shuffle, normalize.undo)
     errors = (imgs / 255 - view.prediction) ** 2
     expected = {}
     for kind, number in (("retained", 1), ("thrown", 2)):
@@ -420,7 +421,7 @@ def test_views_undo_the_target_normalisation_of_valid_pixels(imgs):
                 values = targets[b, t].tolist()
                 targets[b, t] = torch.tensor(slow_targets(values, valid[b, t].tolist(), True))
     model.reconstruct = lambda imgs, ids: (targets.float(), None)
-    (view,) = model.views(imgs, None, lambda imgs: imgs)
+    (view,) = views_of(model, imgs, None, lambda imgs: imgs)
     whole = ~imgs.isnan()
     assert_close(view.prediction[whole], imgs[whole], rtol=1e-4, atol=1e-4)
     assert view.errors.max() < 1e-6

@@ -4,6 +4,7 @@ import torch
 from torch.testing import assert_close
 
 import models_mae_pr
+from frameworks.views import views_of
 from models_mae_pr import OFFICIAL_NAMES, MaskedAutoencoderViT
 from prmim import TokenOrderSampler, addressed_noise
 from tests.slow_mae import slow_loss
@@ -120,7 +121,8 @@ def test_loss_and_predictions_against_the_slow_derivation(throw_ratio, progressi
 
 
 class WithAnotherLayer(MaskedAutoencoderViT):
-    def add_layers(self):
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
         self.another = torch.nn.Linear(self.embed_dim, 3)
 
 
@@ -145,7 +147,7 @@ def test_views_undo_the_target_normalisation():
     variance = patches.var(-1, keepdim=True)
     target = (patches - mean) / (variance + 1e-6) ** 0.5
     model.reconstruct = lambda imgs, ids: (target, None)
-    (view,) = model.views(imgs, ids, lambda imgs: imgs)
+    (view,) = views_of(model, imgs, ids, lambda imgs: imgs)
     assert_close(view.prediction, imgs, rtol=1e-5, atol=1e-5)
     assert torch.equal(view.truth, imgs)
     assert view.errors.max() < 1e-9

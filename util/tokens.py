@@ -75,3 +75,26 @@ def counted_tokens(valid: Tensor) -> Tensor:
     """Returns which tokens count in losses, bool [B, n]: a quarter of their values [B, n, P] or more are valid."""
     num_valid = valid.sum(dim=-1)
     return COUNTED_SHARE * num_valid >= valid.shape[-1]
+
+
+def patch_statistics(patches: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns mean and standard deviation of each patch of [B, n, P], two of [B, n, 1].
+
+    They are those of `norm_pix_loss`: the variance is unbiased, and 1e-6 is added to it. valid: the values that count,
+    bool [B, n, P]; by default all. The statistics of a patch whose values all count are the same with and without it.
+    """
+    mean = patches.mean(-1, keepdim=True)
+    variance = patches.var(-1, keepdim=True)
+    if valid is not None:
+        number = valid.sum(-1, keepdim=True)
+        is_whole = number == patches.shape[-1]
+        mean = torch.where(is_whole, mean, valid_mean(patches, valid))
+        squares = valid_mean((patches - mean).square(), valid) * number
+        variance = torch.where(is_whole, variance, squares / (number - 1).clamp(min=1))
+    return mean, (variance + 1e-6).sqrt()
+
+
+def valid_mean(x: Tensor, valid: Tensor) -> Tensor:
+    """Returns the mean of the `valid` values of each row of [B, n, P], [B, n, 1]; 0 if none is."""
+    number = valid.sum(-1, keepdim=True)
+    return torch.where(valid, x, 0.0).sum(-1, keepdim=True) / number.clamp(min=1)

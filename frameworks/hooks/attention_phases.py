@@ -18,8 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from framework import Framework, ValidTokenCollator
+from framework import Framework
 from frameworks.models_amt_pr import AMTMasking, AMTOrderSampler
+from frameworks.valid_tokens import ValidTokenCollator
 from prmim import TokenOrderSampler
 from util.atomic import replaced_file
 from util.collectives import all_reduce_sum, rank_and_world_size, run_everywhere, run_on_rank0

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from framework import Framework, NoPixels
+from framework import Framework
 from frameworks.hooks.reconstruction import crops, reconstruction_picture
+from frameworks.views import NoPixels
 from util.data.images import evenly_spaced
 from util.run.train.training import Training
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from framework import Framework, View
+from framework import Framework
+from frameworks.views import View, views_of
 from models_vit import ViTEncoder
 from prmim import TokenOrder
 from util.data.datasets import AddressedDataset
@@ -66,7 +67,7 @@ def measure(
             "retained": predicted & ~order.thrown,
             "thrown": predicted & order.thrown,
         }
-        for view in model.views(normalized, ids_shuffle, normalize.undo):
+        for view in views_of(model, normalized, ids_shuffle, normalize.undo):
             sums.setdefault(view.measure, {"retained": 0.0, "thrown": 0.0})
             counts.setdefault(view.measure, {"retained": 0, "thrown": 0})
             for kind, tokens in tokens_of_kind.items():
@@ -127,7 +128,7 @@ def reconstruction_picture(
     was_training = model.training
     model.eval()
     try:
-        views = model.views(normalized, order.ids_shuffle, normalize.undo)
+        views = views_of(model, normalized, order.ids_shuffle, normalize.undo)
         if isinstance(model, ViTEncoder):
             features = feature_colors(model, fill_invalid(normalized))
     finally:

@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from frameworks import models_amt_pr
-from frameworks.models_amt_pr import AMTOrderSampler, AMTSimMIMViT, AMTViT, count_amt, count_amt_units
+from frameworks.models_amt_pr import (
+    ON_MAE,
+    ON_SIMMIM,
+    AMTOrderSampler,
+    AMTSimMIMViT,
+    AMTViT,
+    count_amt,
+    count_amt_units,
+)
 from frameworks.models_simmim_pr import SimMIMViT
 from models_mae_pr import MaskedAutoencoderViT
 from prmim import TokenCounts, addressed_noise
@@ -130,7 +138,7 @@ def test_a_unit_is_retained_with_the_probability_of_its_weight(unit):
 )
 def test_loss_and_predictions_against_the_slow_derivation(has_maps, counts):
     torch.manual_seed(0)
-    model = perturbed(AMTViT(**SIZES, progressive=False, norm_pix_loss=True))
+    model = perturbed(AMTViT(**SIZES, **ON_MAE, progressive=False, norm_pix_loss=True))
     model.set_phase(has_maps=has_maps)
     assert model.counts == counts
     assert_is_slow_mae(model, orders(model, 2))
@@ -140,7 +148,7 @@ def test_loss_and_predictions_against_the_slow_derivation(has_maps, counts):
 @pytest.mark.parametrize("has_maps", [True, False])
 def test_with_the_aggregation_both_phases_use_every_parameter(applies_to, has_maps):
     """DDP with a static graph needs that."""
-    model = AMTViT(**SIZES, applies_to=applies_to)
+    model = AMTViT(**SIZES, **ON_MAE, applies_to=applies_to)
     model.set_phase(has_maps=has_maps)
     ids = orders(model, 2)
     imgs = torch.randn(2, 3, 32, 32)
@@ -154,7 +162,7 @@ def test_with_the_aggregation_both_phases_use_every_parameter(applies_to, has_ma
 
 def test_weights_are_mae_s():
     source = perturbed(MaskedAutoencoderViT(**SIZES, throw_ratio=0.0)).float()
-    model = AMTViT(**SIZES, progressive=False)
+    model = AMTViT(**SIZES, **ON_MAE, progressive=False)
     model.load_official({"model": official_state_dict(source)})
     assert_same_weights(model, source)
     assert model.state_dict().keys() == source.state_dict().keys()
@@ -174,7 +182,7 @@ def test_weights_are_mae_s():
 )
 def test_simmim_against_the_slow_derivation(has_maps, progressive, counts):
     torch.manual_seed(0)
-    model = perturbed(AMTSimMIMViT(**SIMMIM, progressive=progressive, kernel_size=3))
+    model = perturbed(AMTSimMIMViT(**SIMMIM, **ON_SIMMIM, progressive=progressive, kernel_size=3))
     model.set_phase(has_maps=has_maps)
     assert model.counts == counts
     assert_is_slow_simmim(model, orders(model, 2))
@@ -209,8 +217,8 @@ def test_cls_attention_is_the_softmax_of_the_last_block(kind):
 
 def test_load_official_of_simmim_drops_the_unused_scale():
     """AMT's code does not apply gamma_1. With gamma_1 = 1 the model computes the same."""
-    source = AMTSimMIMViT(**SIMMIM, progressive=False)
-    model = AMTSimMIMViT(**SIMMIM)
+    source = AMTSimMIMViT(**SIMMIM, **ON_SIMMIM, progressive=False)
+    model = AMTSimMIMViT(**SIMMIM, **ON_SIMMIM)
     weights = release(source, 4)
     del weights["encoder.rel_pos_bias.relative_position_index"]
     model.load_official({"model": weights})

@@ -21,6 +21,7 @@ from frameworks.models_simmim_pr import (
     SimMIMViT,
     simmim_vit_base_patch16,
 )
+from frameworks.views import views_of
 from prmim import TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
 from tests import slow_mae
 from tests.test_models_mae_pr import assert_is_slow, assert_same_weights, perturbed
@@ -321,7 +322,7 @@ def test_swin_against_a_plain_run_with_mask_tokens():
     loss = ((imgs - images).abs() * pixels).sum() / pixels.sum() / 3
     assert_close(model(imgs, ids)["pixel"], loss, rtol=1e-9, atol=0)
     assert torch.equal(model.reconstruct(imgs, ids)[1], mask)
-    (view,) = model.views(imgs, ids, lambda imgs: imgs)
+    (view,) = views_of(model, imgs, ids, lambda imgs: imgs)
     assert_close(view.prediction * pixels, images * pixels, rtol=1e-9, atol=1e-9)
 
 

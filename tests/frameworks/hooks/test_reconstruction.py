@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import main_pretrain
-from framework import View
 from frameworks import registry
 from frameworks.hooks import reconstruction
 from frameworks.models_simmim_pr import simmim_vit_micro_patch4
+from frameworks.views import View, views_of
 from models_mae_pr import MaskedAutoencoderViT, mae_vit_micro_patch4
 from prmim import TokenOrder
 from tests.slow_mae import pixels_of
@@ -27,7 +27,7 @@ def test_masked_errors_against_a_loop(photos, tmp_path):
     batches = reconstruction.crops(model, settings, images, range(6), batch_size=2)
     for imgs, ids in batches:
         for img, row in zip(imgs, ids, strict=True):
-            (view,) = model.views(normalize(img[None]), row[None], normalize.undo)
+            (view,) = views_of(model, normalize(img[None]), row[None], normalize.undo)
             squares = (view.prediction[0] - img / 255) ** 2
             _, retained, thrown = segments(row, model.counts)
             for kind, tokens in (("retained", retained), ("thrown", thrown)):

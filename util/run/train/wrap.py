@@ -107,11 +107,17 @@ def choose_attention(
 
 def plain_heads(model: nn.Module) -> set[tuple[int, int]]:
     """Returns (number, width) of the heads of each layer that calls `self_attention`, also in a teacher."""
-    modules = list(model.modules())
-    teacher = getattr(model, "teacher", None)  # no submodule, but a part of the step
-    if teacher is not None:
-        modules += teacher.modules()
-    return {module.plain_heads for module in modules if hasattr(module, "plain_heads")}
+    heads = set()
+    for part in parts_of_step(model):
+        heads |= {module.plain_heads for module in part.modules() if hasattr(module, "plain_heads")}
+    return heads
+
+
+def parts_of_step(model: nn.Module) -> list[nn.Module]:
+    """Returns what a step runs: the model, and what a framework calls without owning it, such as a teacher."""
+    if hasattr(model, "frozen_parts"):
+        return [model, *model.frozen_parts()]
+    return [model]
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -149,14 +155,11 @@ def compile_parts(model: nn.Module) -> None:
 
     So does all that runs in eval mode: other batches have other shapes, each of which would have to be compiled.
     """
-    functions = [(block, "forward") for block in blocks_of(model)]
-    modules = list(model.modules())
-    teacher = getattr(model, "teacher", None)  # no submodule, but a part of the step
-    if teacher is not None:
-        functions += [(block, "forward") for block in blocks_of(teacher)]
-        modules.append(teacher)
-    for module in modules:
-        functions += [(module, name) for name in getattr(module, "compiled_methods", ())]
+    functions: list[tuple[nn.Module, str]] = []
+    for part in parts_of_step(model):
+        functions += [(block, "forward") for block in blocks_of(part)]
+        for module in part.modules():
+            functions += [(module, name) for name in getattr(module, "compiled_methods", ())]
     # Else compiled blocks that are recomputed drop paths by generators of their own, which no seed of a step reaches.
     torch._functorch.config.graphsafe_rng_functionalization = False
     config = torch._dynamo.config
