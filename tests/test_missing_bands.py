@@ -74,7 +74,7 @@ def classifier(satellite, encoder, tmp_path_factory):
 
 def test_thirteen_bands_of_which_some_files_have_ten_in_pre_training(satellite, encoder):
     images = open_images("folder", satellite, in_chans=13, invalid=DECLARED)
-    mean, std = measure_statistics(images).statistics
+    (mean, std), _ = measure_statistics(images)
     settings = state(encoder)["meta"]["settings"]
     assert settings["mean"] == mean
     assert settings["std"] == std

@@ -1,7 +1,7 @@
 """Mean and standard deviation of a source's pixels, by which its images are normalised."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,16 +18,8 @@ Statistics = tuple[list[float], list[float]]  # mean and standard deviation of e
 PixelSettings = Mapping[str, Any]  # "pixels": the type, "mean", "std"; see `checkpoint.pixel_settings`
 
 
-class Measurement(NamedTuple):
-    """What was measured on images. remarks: if declared marks of invalid pixels were not found."""
-
-    statistics: Statistics
-    num_images: int
-    remarks: list[str]
-
-
-def measure_statistics(images: Images) -> Measurement:
-    """Measures the mean and standard deviation of each channel over all valid pixels of evenly spaced images.
+def measure_statistics(images: Images) -> tuple[Statistics, list[str]]:
+    """Measures mean and deviation of each channel over all valid pixels of evenly spaced images. Returns remarks, too.
 
     In float64. Those of integers are fractions of the full range. Unreadable images are skipped. ValueError if a
     channel is constant, or has no valid pixel.
@@ -66,20 +58,13 @@ def measure_statistics(images: Images) -> Measurement:
         constant = shorten([str(c) for c in np.flatnonzero(std == 0)], 10)
         problem = f"channel {constant} (counted from 0) is constant in {num_read} images of {images.root}"
         raise ValueError(f"{problem}: remove it, or give --mean and --std")
-    remarks: list[str] = []
-    if images.invalid is not None and are_all_valid:
-        remarks.append(f"note: {images.invalid} marks no pixel of the {num_read} measured images")
     full_range = images.pixel_format.full_range
     statistics = ((mean / full_range).tolist(), (std / full_range).tolist())
-    return Measurement(statistics, num_read, remarks)
-
-
-def measure_on_rank0(images: Images) -> tuple[Statistics, list[str]]:
-    """Returns the statistics of the data, which rank 0 measures, and remarks on them. All ranks must call it."""
-    measured = run_on_rank0(lambda: measure_statistics(images))
-    mean, std = [" ".join(f"{value:.6g}" for value in values) for values in measured.statistics]
-    remark = f"pixel mean {mean}, deviation {std}: measured on {measured.num_images} images, {images.pixel_format}"
-    return measured.statistics, [remark, *measured.remarks]
+    shown = [" ".join(f"{value:.6g}" for value in values) for values in statistics]
+    remarks = [f"pixel mean {shown[0]}, deviation {shown[1]}: measured on {num_read} images, {images.pixel_format}"]
+    if images.invalid is not None and are_all_valid:
+        remarks.append(f"note: {images.invalid} marks no pixel of the {num_read} measured images")
+    return statistics, remarks
 
 
 def statistics_of(
@@ -102,7 +87,7 @@ def statistics_of(
         elif pixels.is_rgb8:
             found = IMAGENET
         else:
-            found, remarks = measure_on_rank0(images)
+            found, remarks = run_on_rank0(lambda: measure_statistics(images))
         mean = mean or found[0]
         std = std or found[1]
     check_statistics(mean, std, pixels)
