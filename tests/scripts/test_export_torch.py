@@ -182,6 +182,7 @@ def test_a_detector_runs_without_this_project(tmp_path, capsys, masks):
     model = detection_run(tmp_path / "run", masks=masks)
     out = tmp_path / "model.pt2"
     assert "[1, 3, " in run(capsys, tmp_path / "run", out, *FOR_TORCH)[-1]
+    torch.manual_seed(0)
     imgs = [torch.randint(0, 256, (1, 3, *size), dtype=torch.uint8) for size in ((48, 48), (31, 48), (48, 2), (1, 1))]
     torch.save(imgs, tmp_path / "imgs.pt")
     subprocess.run([sys.executable, "-I", "-c", DETECTS_ALONE, out], cwd=tmp_path, check=True)
@@ -195,7 +196,7 @@ def test_a_detector_runs_without_this_project(tmp_path, capsys, masks):
         counts.append(int(is_found.sum()))
         assert set(outputs) == set(expected)
         for name, values in expected.items():
-            assert_close(outputs[name][is_found], values, **CLOSE)
+            assert_close(outputs[name][is_found], values, rtol=0, atol=1e-3)  # of 48 pixels, and of probabilities
     assert counts[0] == 100  # the most that are kept
     assert 0 < counts[2] < 100
     _, facts = load(out)
