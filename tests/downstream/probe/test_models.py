@@ -274,14 +274,6 @@ def test_pretrained_weights_of_timm_need_a_network(monkeypatch):
         open_timm_model(VIT)
 
 
-def test_registers_are_no_part_of_our_encoders(tmp_path):
-    weights = vit_micro_patch4(num_classes=3, global_pool="token").state_dict()
-    weights["reg_token"] = torch.zeros(1, 4, 96)
-    torch.save(weights, tmp_path / "registers.pth")
-    with pytest.raises(CheckpointError, match="this ViTEncoder has no reg_token"):
-        open_encoder(tmp_path / "registers.pth")
-
-
 # --------------------------------------------------------------------------------------------------------------- heads
 
 GRID = [(1e-3, 0.05), (1e-2, 5e-4), (5e-2, 1e-3)]
