@@ -271,9 +271,6 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace, lr: float) -> tor
     """Returns AdamW or LARS with layer-wise learning rates."""
     from timm.optim import param_groups_layer_decay
 
-    if not args.cls_token_layer_decay and not hasattr(model, "cls_token"):
-        raise ValueError(f"--no-cls_token_layer_decay needs a model with a class token; --model {args.model} has none")
-    model.cls_token_layer_decay = args.cls_token_layer_decay
     groups = param_groups_layer_decay(model, args.weight_decay, model.no_weight_decay(), layer_decay=args.layer_decay)
     if args.optimizer == "lars":
         from util.lars import LARS

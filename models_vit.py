@@ -475,12 +475,10 @@ class Classifier(ViTEncoder):
     pools: what `global_pool` may be. `avg` takes the mean of the patch tokens and a new norm, `fc_norm`, instead of the
         encoder's `norm`. `token` takes the class token after the encoder's norm, or the mean of several that are
         no registers.
-    cls_token_layer_decay: used by layer-wise learning-rate decay. If True, the class token gets the first layer's
-        learning rate. If False, it gets the last layer's, as in TEC.
     """
 
     pools: tuple[str, ...] = ("avg", "token")
-    cls_token_layer_decay: bool = True
+    cls_token_layer_decay = True  # with layer-wise decay, the class token has the learning rate of the first layer
 
     def add_head(self, num_classes: int, global_pool: str, probe: bool, std: float) -> None:
         """Adds the pooling and the head, whose weights have the standard deviation `std` at first.
@@ -541,6 +539,8 @@ class VisionTransformer(Classifier):
     num_classes, global_pool, probe: see `Classifier`.
     train_pos_embed: train the position table, as in MAE, or keep it as it is, as in TEC.
     cls_token_mlp: send the class token through an MLP, as TEC does.
+    cls_token_layer_decay: with layer-wise decay, give the class token the learning rate of the first layer, or of the
+        last one, as in TEC.
     kwargs: arguments of `ViTEncoder`.
     """
 
@@ -553,9 +553,11 @@ class VisionTransformer(Classifier):
         probe: bool = False,
         train_pos_embed: bool = True,
         cls_token_mlp: bool = False,
+        cls_token_layer_decay: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self.cls_token_layer_decay = cls_token_layer_decay
         if self.pos_embed is not None:
             self.pos_embed.requires_grad_(train_pos_embed)
         if cls_token_mlp:

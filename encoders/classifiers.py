@@ -29,7 +29,7 @@ NAMES = {
 }
 MODELS = ByName(NAMES)  # {name: factory}
 # Flags, and what follows from first weights, that only plain ViTs have, with their defaults.
-VIT_FLAGS = {"train_pos_embed": True, "cls_token_mlp": False, **models_vit.TRAITS}
+VIT_FLAGS = {"train_pos_embed": True, "cls_token_mlp": False, "cls_token_layer_decay": True, **models_vit.TRAITS}
 
 
 def plain_size(size: Sequence[int]) -> int | list[int]:

@@ -180,8 +180,7 @@ def test_layer_scales_and_decays_are_mae_s(global_pool):
 
 def test_the_class_token_may_learn_like_the_head():
     """As in TEC, the class token has the scale 1.0, and positions and patch embedding have the smallest scale."""
-    model = VisionTransformer(**SIZES)
-    model.cls_token_layer_decay = False
+    model = VisionTransformer(**SIZES, cls_token_layer_decay=False)
     found = scale_and_decay(model, 0.5)
     assert found["cls_token"] == (1.0, 0.0)
     assert found["head.weight"] == (1.0, 0.05)

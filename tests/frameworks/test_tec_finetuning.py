@@ -132,8 +132,8 @@ def test_a_run_on_published_weights_resumes_and_evaluates(labelled, tmp_path, ca
 
 def test_the_mlp_learns_like_the_head_and_the_positions_not_at_all():
     with torch.device("meta"):
-        model = VisionTransformer(num_classes=5, cls_token_mlp=True, train_pos_embed=False, **ENCODER)
-    model.cls_token_layer_decay = False
+        flags = dict(cls_token_mlp=True, train_pos_embed=False, cls_token_layer_decay=False)
+        model = VisionTransformer(num_classes=5, **flags, **ENCODER)
     found = scale_and_decay(model, 0.5)
     assert "pos_embed" not in found
     assert found["cls_token"] == (1.0, 0.0)
