@@ -73,8 +73,11 @@ class Driver:
         scaled_loss = loop.scaled_loss
         accum_iter = loop.accum_iter
 
+        computed = []
+
         def stop(losses):
-            if loop.num_micro == micro + 1:
+            computed.append(losses)
+            if len(computed) == micro + 1:
                 raise Found(losses)
             return scaled_loss(losses)
 

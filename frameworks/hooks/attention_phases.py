@@ -29,6 +29,7 @@ from util.data.datasets import AddressedDataset, StepBatchSampler, stack
 from util.data.loader import Loader
 from util.flag import Flag
 from util.peer_sampling import attention_sampling
+from util.run.train.ahead import BatchesAhead
 from util.run.train.loop import TrainLoop
 from util.run.train.training import Training
 from util.text import count_of
@@ -107,7 +108,9 @@ def compute_maps(
     loader = Loader(dataset, addresses, stack, num_workers=num_workers, for_gpu=for_gpu, batch_bytes=stored)
     bad = torch.zeros((), device=device)
     model.eval()
-    with closing(loader) as batches:
+    with closing(loader):
+        batches = BatchesAhead(loader, len(addresses), 2, loop.stop)
+        loop.stop_if_asked()
         for first in range(0, share, batch_size):
             loop.stop_if_asked()
             imgs = next(batches)[0].to(device, non_blocking=True)

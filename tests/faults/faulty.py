@@ -1,7 +1,8 @@
 """Runs a main with a fault in it: python tests/faults/faulty.py FAULT STEP RANK MARKER main_pretrain [flags]
 
-The fault strikes process RANK (or "all") when it gets to optimizer step STEP, once: MARKER, a path, remembers it over
-restarts ("-": it strikes at every start). Nothing of this is in the trainer; here its methods are wrapped.
+The fault strikes process RANK (or "all") when it gets to optimizer step STEP (of data: to that image), once: MARKER, a
+path, remembers it over restarts ("-": it strikes at every start). Nothing of this is in the trainer; here its methods
+are wrapped.
 """
 
 import contextlib
@@ -103,7 +104,7 @@ class Fault:
             checkpoint.save_checkpoint = self.faulty_save(checkpoint.save_checkpoint)
         if self.name == "hang-mount":
             open_module.folder_identity = self.faulty_mount(open_module.folder_identity)
-        if self.name == "hang-worker":
+        if self.name in ("hang-worker", "fail-load"):
             EncodedImages.load = self.faulty_load(EncodedImages.load)
 
     def faulty_step(self, set_rates):
@@ -143,12 +144,15 @@ class Fault:
         return ask
 
     def faulty_load(self, load):
-        def load_in_worker(images, i):
-            if multiprocessing.parent_process() and self.strikes(self.step):
+        def load_image(images, i):  # `step` counts images
+            self.calls += 1
+            if self.calls >= self.step and self.strikes(self.calls):
+                if self.name == "fail-load":
+                    raise OSError(5, "Input/output error")
                 time.sleep(10_000)
             return load(images, i)
 
-        return load_in_worker
+        return load_image
 
     def faulty_mount(self, identify):
         def identify_folder(path):

@@ -9,9 +9,10 @@ from PIL import Image
 
 from scripts import pack_dataset
 from tests.patches import StandIn
-from tests.runs import assert_same_state, finish, losses, pretrain, state
+from tests.runs import assert_same_state, finish, losses, pretrain, reports_without_times, state
 from util.data import decode, images
 from util.data.tars import LocalTars
+from util.run.files.reports import read_json
 
 
 def damage(path):
@@ -94,7 +95,7 @@ def test_no_step_is_lost_if_the_data_is_gone(
     photos, tmp_path, monkeypatch, before_step, capsys, lose, flags, code, message
 ):
     data = tmp_path / "data"
-    flags = flags.split()
+    flags = ["--epochs", 4, *flags.split()]
     if lose is lose_tars:
         pack_dataset.main([str(photos), str(data)])
     else:
@@ -121,8 +122,35 @@ def test_two_processes_lose_the_data(photos, tmp_path, monkeypatch):
     out = finish(data, tmp_path / "out", "--print_freq", 20, fault=("lose-data", 4, 1, tmp_path / "mark"), code=1)
     assert "cannot be opened any more; the same command goes on from the newest checkpoint" in out
     data.with_name("data.away").rename(data)
-    assert "checkpoint-3.pth at step 3" in finish(data, tmp_path / "out", "--print_freq", 20)
+    assert "checkpoint-6.pth at step 6" in finish(data, tmp_path / "out", "--print_freq", 20)
     assert_same_state(state(tmp_path / "out"), state(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    ("rank", "number", "flags", "step"),
+    [
+        (1, 8, "--total_batch_size 2", 7),
+        (0, 11, "--total_batch_size 4 --accum_iter 2", 5),
+        (1, 13, "--batch_size 4", 3),  # the first image of the second epoch
+        (0, 1, "--batch_size 4", 0),  # the first one of all
+        (1, 16 + 12 + 2, "--batch_size 4 --knn_every 1", 3),  # in the second evaluation
+    ],
+)
+def test_no_step_is_lost_if_the_storage_of_one_of_two_processes_fails(labelled, tmp_path, rank, number, flags, step):
+    """At its image number `number`, before which the run can make `step` steps."""
+    flags = ["--epochs", 2, "--save_steps", 0, *flags.split()]
+    finish(labelled, tmp_path / "whole", *flags)
+    out = tmp_path / "out"
+    said = finish(labelled, out, *flags, fault=("fail-load", number, rank, tmp_path / "mark"), code=1)
+    assert "the same command goes on" in said
+    content = read_json(out / "run.json")
+    assert (content["state"], content["step"]) == ("failed", step)
+    assert re.match(rf"rank {rank}: .*Input/output error", content["why"])
+    assert "exitcode  : 75" in said
+    assert [path.name for path in out.glob("*.pth")] == [f"checkpoint-{step}.pth"] * (step > 0)
+    finish(labelled, out, *flags)
+    assert_same_state(state(out), state(tmp_path / "whole"))
+    assert reports_without_times(out) == reports_without_times(tmp_path / "whole")
 
 
 def test_a_broken_image_may_be_made_to_stop_the_run(copied, tmp_path, capsys):

@@ -331,6 +331,21 @@ def test_a_worker_that_hangs(photos, tmp_path, alone):
     assert_as(alone, tmp_path / "out")
 
 
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_signal_while_a_batch_is_waited_for(photos, tmp_path, alone, undisturbed, processes):
+    """One worker hangs after so many images that five steps can be made, as if its file system was frozen."""
+    flags = (*SAVE, "--save_steps", 0, "--num_workers", 1)
+    fault = ("hang-worker", 7 * 8 // processes + 1, 0, tmp_path / "mark")
+    process = start(photos, tmp_path / "out", *flags, processes=processes, fault=fault)
+    wait_for_step(tmp_path / "out", 5, process)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=240)
+    assert process.returncode == (75 if processes == 1 else 1), out
+    finish(photos, tmp_path / "out", *flags, processes=processes)
+    assert_as(alone if processes == 1 else undisturbed, tmp_path / "out")
+    assert lost_in(tmp_path / "out") == [0]
+
+
 def test_one_nan(photos, tmp_path, undisturbed):
     out = finish(photos, tmp_path, *SAVE, fault=("nan", 15, 1, tmp_path / "mark"))
     assert out.count("1 steps skipped") == 1

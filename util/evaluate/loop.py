@@ -15,6 +15,8 @@ from util import collectives
 from util.data.datasets import AddressedDataset, stack
 from util.data.loader import Loader
 from util.data.transforms import Normalize, Size
+from util.run.processes.supervise import StopSignal
+from util.run.train.ahead import BatchesAhead
 
 if TYPE_CHECKING:
     from util.run.train.training import Training
@@ -33,7 +35,8 @@ class EvalContext:
 
     normalize: turns images as stored into normalised float images. It is on the device of the model.
     autocast: context manager for the forward pass.
-    stop_if_asked: called equally often on all ranks; it raises an exception on all if a signal asks one to stop.
+    stop_if_asked: called equally often on all ranks; it raises an exception on all if a signal asks one to stop. stop:
+    what asks, in a training; images that cannot be loaded do so, too.
     """
 
     normalize: Normalize
@@ -41,6 +44,7 @@ class EvalContext:
     batch_size: int
     num_workers: int
     stop_if_asked: Callable[[], None] = nothing
+    stop: StopSignal | None = None
 
     @property
     def device(self) -> torch.device:
@@ -60,6 +64,7 @@ def context_of_training(training: "Training") -> EvalContext:
         batch_size=training.plan.batch_size,
         num_workers=training.plan.num_workers,
         stop_if_asked=training.loop.stop_if_asked,
+        stop=training.loop.stop,
     )
 
 
@@ -103,14 +108,18 @@ def evaluation_batches(
     )
     rank, _ = collectives.rank_and_world_size()
     is_shown = rank == 0 and sys.stderr.isatty()
-    batches = iter(tqdm(loaded, total=len(addresses), unit="batch", leave=False, disable=not is_shown))
+    bar = tqdm(loaded, total=len(addresses), unit="batch", leave=False, disable=not is_shown)
+    batches: Iterator[Any] = iter(bar)
     batches_apart = math.ceil(IMAGES_PER_QUESTION / context.batch_size)
     try:
+        if context.stop is not None:
+            batches = BatchesAhead(batches, len(addresses), 2 * batches_apart, context.stop)
+            context.stop_if_asked()
         for number in range(most_batches(len(indices), context)):
             if number % batches_apart == 0:
                 context.stop_if_asked()
             if number < len(addresses):  # other ranks may have one more
                 yield next(batches)
     finally:
-        batches.close()
+        bar.close()
         loaded.close()

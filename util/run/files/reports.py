@@ -97,11 +97,14 @@ def record_failure(output_dir: Path, why: str, **values: object) -> None:
     where no run has begun. OSError is ignored: the disk may be what fails.
     """
     log = output_dir / LOG
+    before = read_json(output_dir / STATE)
+    if before.get("state") == "failed" and before.get("why") == why:  # all ranks raise the same error
+        return
     with suppress(OSError):
         if log.exists():
             with open(log, "a", encoding="utf-8", errors="replace") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} error: {printable(' '.join(why.split()))}\n")
-    if read_json(output_dir / STATE).get("state", "failed") != "failed":
+    if before.get("state", "failed") != "failed":
         write_state(output_dir, "failed", why, **values)
 
 

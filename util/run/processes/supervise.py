@@ -33,7 +33,7 @@ from util.run.exits import TEMPORARY
 
 
 class Stopped(Exception):
-    """All ranks have agreed to stop in work between two steps. The run saves and ends; its next start does the work."""
+    """The run is to save and to end. All ranks raise it in work between two steps, which the next start then does."""
 
 
 class StopSignal:
@@ -43,10 +43,14 @@ class StopSignal:
     is not handled, ends the process at once.
 
     The host waits for the flags of the previous step only, so a GPU always has work queued.
+
+    A process whose data cannot be loaded asks for the same: see `error` and `BatchesAhead`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.name: str | None = None  # of the signal that this process received
+        self.error: Exception | None = None  # for which this process asks all to stop, and then raises it
+        self.interrupts = False  # whether a signal interrupts what this process does, by `Stopped`
         self.device = device
         self.pending: tuple[Callable[[], object], torch.Tensor] | None = None
         self.previous: dict[signal.Signals, Any] = {}  # handlers
@@ -77,12 +81,19 @@ class StopSignal:
         )
         with suppress(OSError):
             os.write(2, text.encode())  # `print` may be what the signal has interrupted
+        if self.interrupts:
+            raise Stopped
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this process asks all to stop."""
+        return self.name is not None or self.error is not None
 
     def agreed(self) -> bool:
         """Whether to stop after this step. All ranks get the same answer, one step after the first one's signal."""
         if not dist.is_initialized() and self.device.type != "cuda":
-            return self.name is not None
-        num_asked = all_reduce_sum(torch.full((1,), float(self.name is not None), device=self.device))
+            return self.is_asked
+        num_asked = all_reduce_sum(torch.full((1,), float(self.is_asked), device=self.device))
         stop = self.wait()  # on a single GPU, too: so the host never runs far ahead, and its waits are measured
         self.pending = self._start_copy(num_asked)
         return stop

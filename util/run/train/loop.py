@@ -17,11 +17,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from util.addressed import STEP, addressed_seed
+from util.collectives import gather_objects
 from util.data.transforms import Normalize
 from util.run.processes.distributed import DeviceCopies, precision
 from util.run.processes.supervise import Stopped, StopSignal
 from util.run.start.plan import RunSchedule
 from util.run.start.run import Run
+from util.run.train.ahead import BatchesAhead
 from util.run.train.logging import RunLog
 from util.run.train.meter import Clock, Meter
 from util.run.train.step_graphs import ForwardBackward, StepGraphs, Update
@@ -78,7 +80,6 @@ class TrainLoop:
         self.losses: dict[str, torch.Tensor] = {}  # of the current step, summed over micro-batches
         self.step = run.first_step  # number of optimizer steps done, over all starts of the run
         self.first_step = run.first_step
-        self.num_micro = 0  # micro-batches of the current step whose forward pass has begun
         self.has_stopped = False  # `should_stop` has been true: the run ends
         if "meter" in state:
             self.meter.load_state_dict(state["meter"])
@@ -113,7 +114,6 @@ class TrainLoop:
         before = time.perf_counter()
         batch = next(batches)
         self.clock.data_seconds += time.perf_counter() - before
-        self.num_micro = micro + 1
         self.seed_draws(self.step, micro)
         on_device = []
         for part in batch:
@@ -173,7 +173,6 @@ class TrainLoop:
         self.meter.add(self.losses | values)
         self.clock.num_steps += 1
         self.step += 1
-        self.num_micro = 0
         self.log.advance()
         epoch_ends = self.step % self.steps_per_epoch == 0
         is_due = self.step % self.print_freq == 0 or epoch_ends
@@ -194,6 +193,15 @@ class TrainLoop:
         """Returns both as CUDA graphs."""
         self.graphs = StepGraphs(forward_backward, update, self.optimizer, self.device)
         return self.graphs
+
+    def load_ahead(self, batches: Iterator[Any], steps: range) -> BatchesAhead:
+        """Begins to load the batches of these steps. If that fails on a rank, or one got a signal, `has_stopped`."""
+        self.watchdog.heartbeat(f"step {self.step + 1}", self.watchdog.first if self.step == self.first_step else 0.0)
+        before = time.perf_counter()
+        ahead = BatchesAhead(batches, len(steps) * self.accum_iter, 2 * self.accum_iter, self.stop)
+        self.clock.data_seconds += time.perf_counter() - before
+        self.has_stopped = any(gather_objects(self.stop.is_asked))
+        return ahead
 
     def stop_if_asked(self) -> None:
         """Raises Stopped on all ranks if one was asked to stop in work between steps.

@@ -12,11 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from util.collectives import all_reduce_sum, run_on_rank0
-from util.data.images import ImageError
-from util.data.loader import LoaderError
 from util.run.files import checkpoint, search
 from util.run.files.record import CheckpointInfo
 from util.run.files.reports import write_progress, write_state
@@ -267,24 +264,12 @@ class CheckpointSaver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits for the write in flight. If the data of a single process has failed, its whole steps are saved first.
-
-        Of several processes only one may have failed, and a save needs all. All ranks have raised a FloatingPointError,
-        so they wait for rank 0.
-        """
-        is_data_lost = kind is not None and issubclass(kind, (LoaderError, ImageError))
-        if is_data_lost and self.run.process.world_size == 1 and self.is_at_whole_step():
-            self.save(final=True)
+        """Waits for the write in flight. All ranks have raised a FloatingPointError, so they wait for rank 0."""
         if kind is FloatingPointError:
             self.finish()
         self.expect_a_wait()
         self.join()
         self.thread.shutdown()
-
-    def is_at_whole_step(self) -> bool:
-        """Whether the model is as the last step left it. Micro-batches change its running statistics alone."""
-        has_statistics = any(isinstance(module, _BatchNorm) for module in self.model.modules())
-        return self.loop.num_micro == 0 or not has_statistics
 
     def step_of_weights(self) -> int:
         """Returns the step that made the current weights: the last finite one. It waits for the device."""

@@ -210,8 +210,10 @@ class Training:
             while not loop.has_ended():
                 steps = self.profile.cut(self._steps_to_next_pause())
                 loop.clock.restart()  # set-up, saves and evaluations do not count
-                with self.profile.trace(steps), torch.autograd.set_detect_anomaly(self.args.detect_anomaly):
-                    train_steps(self.wrapped, batches, steps, loop)
+                ahead = loop.load_ahead(batches, steps)
+                if not loop.has_stopped:
+                    with self.profile.trace(steps), torch.autograd.set_detect_anomaly(self.args.detect_anomaly):
+                        train_steps(self.wrapped, ahead, steps, loop)
                 if loop.has_ended():
                     self.saver.save(final=True)
                 elif self.saver.is_due():
@@ -219,6 +221,7 @@ class Training:
                 all_done = self._run_due(between)
             # If a signal came while work was done between steps, the current step is not saved yet.
             self.saver.save(final=True)
+            self._raise_load_error()
             if loop.step < loop.last_step or not all_done:
                 self.write_state("stopped", loop.stop.name or "a signal to another process")
                 end_after_signal(loop)
@@ -229,6 +232,14 @@ class Training:
                 self.write_state("finished")
             finish_run(loop, "\n".join([*summary(), f"  output       {self.output_dir}"]))
         return True
+
+    def _raise_load_error(self) -> None:
+        """All ranks raise the error for which one of them has stopped the run, if there is one."""
+        for rank, error in enumerate(collectives.gather_objects(self.loop.stop.error)):
+            if error is not None and self.process.world_size > 1:
+                raise type(error)(f"rank {rank}: {describe_error(error)}") from error
+            if error is not None:
+                raise error
 
     def _run_due(self, between: Sequence[BetweenSteps]) -> bool:
         """Runs what is due and not done, until the run is to stop. Returns whether nothing is left.
@@ -321,7 +332,9 @@ def refuse_training_error(parser: Parser, error: Exception, saver: CheckpointSav
         reason = f"{type(error).__name__}: {reason}"
         is_bug = True
     process = saver.run.process
-    place = f"rank {process.rank}: " if process.world_size > 1 else ""
+    place = ""
+    if process.world_size > 1 and not isinstance(error, (ImageError, FloatingPointError, OSError)):
+        place = f"rank {process.rank}: "  # it fails alone
     record_failure(saver.output_dir, place + reason, step=saver.loop.step)
     if isinstance(error, ValueError) and is_bug:
         raise RuntimeError(reason) from error  # before training, a ValueError is the user's

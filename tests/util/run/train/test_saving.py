@@ -11,8 +11,6 @@ import torch
 from tests.runs import contents, info_of_run
 from tests.two_processes import run_in_two_processes
 from util import atomic
-from util.data.images import ImageError
-from util.data.loader import LoaderError
 from util.run.files import checkpoint
 from util.run.files.checkpoint import save_checkpoint
 from util.run.files.search import list_finished, step_of
@@ -42,7 +40,6 @@ def a_saver(folder, model=None, step=0, keep_every=1000, rank=0, world_size=1, *
     loop = Namespace(
         step=0,
         last_step=100,
-        num_micro=0,
         watchdog=Watchdog(600, 600),
         meter=Meter(CPU),
         device=CPU,
@@ -315,26 +312,6 @@ def test_the_write_in_flight_is_complete_before_the_process_leaves(tmp_path, gat
         open_when_waited_for(saver, gate, monkeypatch)
         raise error
     assert steps_in(tmp_path) == [1]
-
-
-@pytest.mark.parametrize("error", [LoaderError("a worker was lost"), ImageError("a broken image")])
-@pytest.mark.parametrize(
-    ("num_micro", "world_size", "model", "saved"),
-    [
-        (0, 1, torch.nn.BatchNorm1d(2), [7]),
-        (1, 1, torch.nn.BatchNorm1d(2), []),  # inside a step: running statistics have changed
-        (1, 1, torch.nn.Linear(2, 2), [7]),
-        (0, 2, torch.nn.Linear(2, 2), []),  # the other rank does not know of it
-    ],
-)
-def test_whole_steps_are_saved_if_the_data_of_a_single_process_fails(
-    tmp_path, error, num_micro, world_size, model, saved
-):
-    saver = a_saver(tmp_path, model, step=7, world_size=world_size)
-    saver.loop.num_micro = num_micro
-    with pytest.raises(type(error)), saver:
-        raise error
-    assert steps_in(tmp_path) == saved
 
 
 def _save_slowly(rank, folder, is_full, final):
