@@ -305,21 +305,14 @@ def match_run(run: Run, model: nn.Module, classes: list[str]) -> None:
             raise ValueError(f"{blocks} needs --finetune: the frozen blocks must be pre-trained")
         return
     check_classes(run.resumed.classes or [], classes, "the run", "the data")
-    if run.resumed.settings.get("cls_token_is_folded"):
-        model.cls_token_mlp = nn.Identity()
 
 
-def describe_model(args: argparse.Namespace, model: nn.Module, first: FirstWeights, num_classes: int) -> dict[str, Any]:
-    """Returns what the checkpoints say about the model, beside the flags.
-
-    cls_token_is_folded: although --cls_token_mlp was given, TEC's publication has none. See `load_encoder`.
-    """
-    is_folded = args.cls_token_mlp and isinstance(model.cls_token_mlp, nn.Identity)
+def describe_model(model: nn.Module, first: FirstWeights, num_classes: int) -> dict[str, Any]:
+    """Returns what the checkpoints say about the model, beside the flags."""
     return {
         "nb_classes": num_classes,
         "input_size": plain_size(model.img_size),
         "patch_size": model.patch_size,
-        "cls_token_is_folded": is_folded,
         "rgb_bands": first.rgb_bands,
         **getattr(model, "traits", {}),
     }
@@ -400,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         open_loader = partial(run.open_loader, dataset, sampler, stack, model.img_size)
 
         schedule = schedule_by_epochs(args, run.plan, sampler.steps_per_epoch)
-        settings = describe_model(args, model, first, len(classes))
+        settings = describe_model(model, first, len(classes))
         info = run.describe(images, optimizer, schedule, statistics, settings, val_images=val_images, classes=classes)
         state = run.restore(model, optimizer, info)
         model_in_ddp = wrap_model(model, run, info.settings["compile"])

@@ -40,7 +40,7 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
 
     decoder_embed_dim, decoder_depth, decoder_num_heads: the decoder's blocks, by default with one head per 32 channels.
         `mlp_ratio` is the same as the encoder's.
-    img_size, ..., norm_eps: of the encoder, see `models_vit.ViTEncoder`. norm_pix_loss, ..., has_invalid: see
+    img_size, ..., layer_scale: of the encoder, see `models_vit.ViTEncoder`. norm_pix_loss, ..., has_invalid: see
         `framework.Framework.use_method`. mask_ratio, ..., applies_to: see `prmim.Method`.
     """
 
@@ -65,7 +65,7 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
         learned_pos_embed: bool = False,
         registers: bool = False,
         rotary: bool = False,
-        norm_eps: float = 1e-6,
+        layer_scale: bool = False,
         norm_pix_loss: bool = False,
         mask_unit: int = 1,
         has_invalid: bool = False,
@@ -89,7 +89,7 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
             learned_pos_embed=learned_pos_embed,
             registers=registers,
             rotary=rotary,
-            norm_eps=norm_eps,
+            layer_scale=layer_scale,
         )
         method = Method(mask_ratio, throw_ratio, progressive, kernel_size, aggregation, applies_to)
         self.use_method(method, norm_pix_loss, mask_unit, has_invalid)

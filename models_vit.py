@@ -115,10 +115,11 @@ class PatchEmbed(nn.Module):
 class Attention(nn.Module):
     """Multi-head self-attention on a fused kernel, see `util.attention`.
 
-    rotation: of queries and keys, see `util.pos_embed.rotate`.
+    rotation: of queries and keys, see `util.pos_embed.rotate`. has_key_bias: without it the bias of keys is 0 and stays
+    so.
     """
 
-    def __init__(self, dim: int, num_heads: int) -> None:
+    def __init__(self, dim: int, num_heads: int, has_key_bias: bool = True) -> None:
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"width {dim} does not divide into {num_heads} heads")
@@ -126,12 +127,21 @@ class Attention(nn.Module):
         self.plain_heads = (num_heads, dim // num_heads)  # number and width: see `choose_attention`
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
+        bias_mask: Tensor | None = None
+        if not has_key_bias:
+            bias_mask = torch.ones(3, dim)
+            bias_mask[1] = 0
+            bias_mask = bias_mask.flatten()
+        self.register_buffer("bias_mask", bias_mask, persistent=False)
 
     def forward(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
         return self.proj(self_attention(self.rotated_qkv(x, rotation), self.num_heads))
 
     def rotated_qkv(self, x: Tensor, rotation: Tensor | None) -> Tensor:
-        qkv = self.qkv(x)
+        if self.bias_mask is None:
+            qkv = self.qkv(x)
+        else:
+            qkv = F.linear(x, self.qkv.weight, self.qkv.bias * self.bias_mask)
         if rotation is None:
             return qkv
         return rotate(qkv, rotation, self.num_heads)
@@ -157,7 +167,10 @@ def attention_of_first(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tens
 
 
 class Block(nn.Module):
-    """Pre-norm Transformer block: attention and MLP (exact GELU), each with a residual."""
+    """Pre-norm Transformer block: attention and MLP (exact GELU), each with a residual.
+
+    layer_scale: multiply the outputs of both, as DINOv2. has_key_bias: see `Attention`.
+    """
 
     def __init__(
         self,
@@ -165,19 +178,23 @@ class Block(nn.Module):
         num_heads: int,
         mlp_ratio: float = 4.0,
         drop_path: float = 0.0,
+        layer_scale: bool = False,
+        has_key_bias: bool = True,
     ) -> None:
-        from timm.layers import Mlp  # here, because --help waits for no slow library
+        from timm.layers import LayerScale, Mlp  # here, because --help waits for no slow library
 
         super().__init__()
         self.norm1 = layer_norm(dim)
-        self.attn = Attention(dim, num_heads)
+        self.attn = Attention(dim, num_heads, has_key_bias)
         self.norm2 = layer_norm(dim)
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.ls1 = LayerScale(dim, init_values=1.0) if layer_scale else nn.Identity()
+        self.ls2 = LayerScale(dim, init_values=1.0) if layer_scale else nn.Identity()
         self.drop_path = make_drop_path(drop_path)
 
     def forward(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
-        x = x + self.drop_path(self.attn(self.norm1(x), rotation))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), rotation)))
+        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
 
     def cls_attention(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
         """Returns how much the class token attends to the patches in this block, [B, heads, n] for x [B, 1 + n, C]."""
@@ -255,8 +272,8 @@ class ViTEncoder(nn.Module):
     learned_pos_embed: train the position table from random numbers. By default it is a frozen sine-cosine table.
     registers: all class tokens but the first are registers, which no head reads.
     rotary: rotate queries and keys by the places of their patches, as DINOv3, instead of a position table. Images may
-        then have any size that patches divide.
-    norm_eps: epsilon of the LayerNorms.
+        then have any size that patches divide. Keys have no bias, and the epsilon of LayerNorms is 1e-5, not 1e-6.
+    layer_scale: multiply the outputs of attention and MLP by scales, which are trained, as in DINOv2.
 
     A subclass with other blocks calls `add_embedding` and makes `pos_embed`, `blocks` and `norm`.
     """
@@ -264,6 +281,7 @@ class ViTEncoder(nn.Module):
     pos_embed: Any  # the position table [1, P + N, D], or None
     registers = False
     rotary = False
+    layer_scale = False
     frozen: Sequence[nn.Module] = ()  # modules that stay in eval mode, see `freeze_all_but`
 
     def __init__(
@@ -280,23 +298,23 @@ class ViTEncoder(nn.Module):
         learned_pos_embed: bool = False,
         registers: bool = False,
         rotary: bool = False,
-        norm_eps: float = 1e-6,
+        layer_scale: bool = False,
     ) -> None:
         super().__init__()
         self.add_embedding(img_size, patch_size, in_chans, embed_dim, mlp_ratio, num_cls_tokens)
         self.learned_pos_embed = learned_pos_embed
         self.registers = registers
         self.rotary = rotary
-        self.norm_eps = norm_eps
+        self.layer_scale = layer_scale
         if not rotary:
             self.pos_embed = position_table(embed_dim, self.grid_size, num_cls_tokens, learned_pos_embed)
         self.blocks = nn.ModuleList()
         for drop_path in drop_path_rates(drop_path_rate, depth):
-            self.blocks.append(Block(embed_dim, num_heads, mlp_ratio, drop_path))
+            self.blocks.append(Block(embed_dim, num_heads, mlp_ratio, drop_path, layer_scale, has_key_bias=not rotary))
         self.norm = layer_norm(embed_dim)
         for module in self.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.eps = norm_eps
+            if rotary and isinstance(module, nn.LayerNorm):
+                module.eps = 1e-5
         init_weights(self)
         nn.init.normal_(self.cls_token, std=0.02)
 
@@ -455,7 +473,7 @@ class ViTEncoder(nn.Module):
 
 
 # Arguments of a ViT that follow from its first weights, with MAE's values. See `from_dino` in `encoders.names`.
-TRAITS: dict[str, Any] = {"num_cls_tokens": 1, "registers": False, "rotary": False, "norm_eps": 1e-6}
+TRAITS: dict[str, Any] = {"num_cls_tokens": 1, "registers": False, "rotary": False, "layer_scale": False}
 
 
 def traits_in(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -489,8 +507,8 @@ class Classifier(ViTEncoder):
         self.global_pool = global_pool
         self.fc_norm = nn.Identity()
         if global_pool == "avg":
+            self.fc_norm = nn.LayerNorm(self.embed_dim, eps=self.norm.eps)
             self.norm = nn.Identity()
-            self.fc_norm = layer_norm(self.embed_dim)
         self.head = nn.Linear(self.embed_dim, num_classes)
         nn.init.trunc_normal_(self.head.weight, std=std)
         nn.init.zeros_(self.head.bias)

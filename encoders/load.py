@@ -29,12 +29,14 @@ from encoders.names import (
     COMPUTED_KEYS,
     Origin,
     Tensors,
+    constant_mlp,
     drop_prefix,
     find_origin,
     fold_cls_token,
+    fold_scales,
     from_dino,
     is_gated,
-    is_published_tec,
+    is_scale,
     swap_merging,
 )
 from encoders.resize import check_cls_tokens, choose_rgb_bands, fit_patch_embed, fit_tables, patch_size
@@ -253,8 +255,8 @@ def load_encoder(
 
     Position tables of another grid are resized bicubically, with the class rows kept, and tables of relative-position
     biases by a spline. A bias table that all blocks share is copied into each block. The MLP on TEC's class token is
-    folded into the token, unless the model has such an MLP. In TEC's published files it is folded already: the model
-    then loses its MLP.
+    folded into the token, unless the model has such an MLP. Where the file has none, the MLP begins as a constant map
+    to the file's token: TEC's published files are such. Layer scales that the model lacks are folded into its weights.
     """
     weights = _opened(source)
     if first_release_merging:
@@ -322,24 +324,12 @@ def build(weights: Weights, with_head: bool = True, **sizes: Any) -> tuple[nn.Mo
             probe="head.1.weight" in tensors,
             **sizes,
         )
-        set_norm_eps(model, weights)
         return model.eval(), load_all(model, weights)
     model = kind.make_encoder(**sizes)
     if not with_head and "norm.weight" not in tensors:
         model.norm = nn.Identity()
-    set_norm_eps(model, weights)
     report = load_encoder(model, weights)
     return model.eval(), report
-
-
-def set_norm_eps(model: nn.Module, weights: Weights) -> None:
-    """Gives the LayerNorms of `model` the epsilon that the file's config names."""
-    stored = weights.settings.get("norm_eps")
-    if stored is None:
-        return
-    for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
-            module.eps = stored
 
 
 # ------------------------------------------------------------------------------------------------------ what is shared
@@ -375,10 +365,9 @@ def _fit(model: nn.Module, weights: Weights, rgb_bands: Sequence[int] | None) ->
             f"{weights.what} has rotary positions, as DINOv3, which this {type(model).__name__} has not"
         )
     model_state = model.state_dict()
-    if CLS_TOKEN_MLP in model_state and is_published_tec(weights.raw):
-        model.cls_token_mlp = nn.Identity()
-        model_state = model.state_dict()
-        remarks.append("the class token is used without its MLP, which TEC's publication has folded into it")
+    if CLS_TOKEN_MLP in model_state and CLS_TOKEN_MLP not in tensors and "cls_token" in tensors:
+        tensors = {**tensors, **constant_mlp(tensors["cls_token"], model_state)}
+        remarks.append("the MLP on the class token begins as the file's token")
     tensors = _copy_shared_bias_table(tensors, model_state)
     fitting = {key: value for key, value in tensors.items() if key in model_state}
     label = weights.what
@@ -437,7 +426,7 @@ def _is_of_blocks(key: str) -> bool:
 
 
 def _rename_for(model: nn.Module, weights: Weights) -> tuple[Tensors, list[str]]:
-    """Returns (the weights under the model's names, remarks on the class token and on the LayerNorms).
+    """Returns (the weights under the model's names, remarks on what was folded).
 
     A pre-training model may have the names of its release: those of which it has more are taken. CheckpointError if
     blocks have another number of heads than the file says: shapes do not show it.
@@ -450,14 +439,6 @@ def _rename_for(model: nn.Module, weights: Weights) -> tuple[Tensors, list[str]]
     if CLS_TOKEN_MLP in tensors and CLS_TOKEN_MLP not in model_keys:
         tensors = fold_cls_token(tensors)
         remarks.append("the MLP on the class token is folded into the token")
-    stored_eps = weights.settings.get("norm_eps")
-    model_eps = set()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.LayerNorm) and not name.startswith("decoder"):
-            model_eps.add(module.eps)
-    if stored_eps is not None and model_eps - {stored_eps}:
-        here = ", ".join(map(str, model_eps))
-        remarks.append(f"the file's config has LayerNorms with eps {stored_eps}, here eps is {here}")
     stored_heads = weights.settings.get("num_heads")
     for block in getattr(model, "blocks", ()):
         heads = getattr(block.attn, "num_heads", stored_heads)
@@ -465,6 +446,9 @@ def _rename_for(model: nn.Module, weights: Weights) -> tuple[Tensors, list[str]]
             raise CheckpointError(f"{weights.what} has {stored_heads} heads, this {type(model).__name__} has {heads}")
     if hasattr(model, "adapt_weights"):
         tensors = model.adapt_weights(tensors)
+    if any(is_scale(name) and name not in model_keys for name in tensors):
+        tensors = fold_scales(tensors)
+        remarks.append("layer scales are folded into the layers before them")
     return tensors, remarks
 
 

@@ -186,34 +186,46 @@ def is_gated(weights: Mapping[str, torch.Tensor]) -> bool:
     return hidden is not None and output is not None and len(hidden) == 2 * output.shape[1]
 
 
-_SCALE = re.compile(r"(blocks\.\d+)\.(?:ls|gamma_)([12])(?:\.gamma)?")  # a layer scale
+_SCALE = re.compile(r"(blocks\.\d+)\.ls([12])\.gamma")  # a layer scale
 _SCALED = {"1": "attn.proj", "2": "mlp.fc2"}
+
+
+def is_scale(name: str) -> bool:
+    """Returns whether this is the name of a layer scale."""
+    return _SCALE.fullmatch(name) is not None
+
+
+_DINO = (
+    ("^(?:register|storage)_tokens$", "reg_token"),
+    (r"^(blocks\.\d+)\.(?:ls|gamma_)([12])$", r"\1.ls\2.gamma"),
+)
 
 
 def from_dino(weights: Tensors, grid: tuple[int, int] | None) -> tuple[Tensors, dict[str, Any]]:
     """Turns DINOv2, DINOv3 and DeiT III into plain ViTs. Returns (weights, arguments in which they differ from MAE's).
 
-    Layer scales are folded into the layers before them, registers become further class tokens, and class tokens without
-    positions get zeros. Without a table of positions they are DINOv3's. Other weights are returned as they are.
+    Registers become further class tokens, and class tokens without positions get zeros. Without a table of positions
+    they are DINOv3's. Other weights are returned as they are.
 
     grid: of the tokens; square if it is None or does not fit.
     """
     is_simmim = any(name.endswith(BIAS_TABLE) for name in weights) or {"pos_embed", Q_BIAS} <= weights.keys()
     if "cls_token" not in weights or weights["cls_token"].ndim != 3 or is_simmim:
         return weights, {}
-    joined = rename(weights, [("^(?:register|storage)_tokens$", "reg_token")])
-    has_scales = any(_SCALE.fullmatch(name) for name in joined)
-    if has_scales:
-        joined.pop("mask_token", None)  # of another pre-training than MAE's
-        fold_scales(joined)
-    if has_scales and "reg_token" in joined and "pos_embed" not in joined:
-        return join_registers(without_key_bias(joined), grid, {"rotary": True, "norm_eps": 1e-5})
-    return join_registers(joined, grid, {}, may_lack_positions=has_scales)
+    joined = rename(weights, _DINO)
+    has_scales = any(is_scale(name) for name in joined)
+    if not has_scales:
+        return join_registers(joined, grid, {})
+    joined.pop("mask_token", None)  # of another pre-training than MAE's
+    if "reg_token" in joined and "pos_embed" not in joined:
+        return join_registers(without_key_bias(joined), grid, {"layer_scale": True, "rotary": True})
+    return join_registers(joined, grid, {"layer_scale": True}, may_lack_positions=True)
 
 
-def fold_scales(weights: Tensors) -> None:
-    """Folds layer scales into the layers before them, in place and in float64."""
-    for name in list(weights):
+def fold_scales(weights: Tensors) -> Tensors:
+    """Returns the weights with layer scales folded into the layers before them, in float64."""
+    folded = dict(weights)
+    for name in weights:
         scale = _SCALE.fullmatch(name)
         if scale is None:
             continue
@@ -221,9 +233,10 @@ def fold_scales(weights: Tensors) -> None:
         layer = f"{block}.{_SCALED[number]}"
         weight = weights[f"{layer}.weight"]
         bias = weights[f"{layer}.bias"]
-        gamma = weights.pop(name).double()
-        weights[f"{layer}.weight"] = (weight.double() * gamma.unsqueeze(1)).to(weight.dtype)
-        weights[f"{layer}.bias"] = (bias.double() * gamma).to(bias.dtype)
+        gamma = folded.pop(name).double()
+        folded[f"{layer}.weight"] = (weight.double() * gamma.unsqueeze(1)).to(weight.dtype)
+        folded[f"{layer}.bias"] = (bias.double() * gamma).to(bias.dtype)
+    return folded
 
 
 def without_key_bias(weights: Tensors) -> Tensors:
@@ -240,6 +253,19 @@ def without_key_bias(weights: Tensors) -> Tensors:
                 value = weights[f"{attention}v_bias"]
             merged[f"{attention}qkv.bias"] = torch.cat([query, key, value])
     return merged
+
+
+def split_key_bias(weights: Tensors) -> Tensors:
+    """Returns weights whose biases of queries and values have names of their own. That of keys, which is 0, goes."""
+    split = {}
+    for name, value in weights.items():
+        if name.endswith(".attn.qkv.bias"):
+            q_bias, _, v_bias = value.chunk(3)
+            split[name.replace("qkv.bias", "q_bias")] = q_bias
+            split[name.replace("qkv.bias", "v_bias")] = v_bias
+        else:
+            split[name] = value
+    return split
 
 
 def join_registers(
@@ -288,6 +314,14 @@ def fold_cls_token(weights: Tensors) -> Tensors:
     folded = drop_prefix(weights, "cls_token_mlp.")
     folded["cls_token"] = output.to(cls_token.dtype)
     return folded
+
+
+def constant_mlp(cls_token: torch.Tensor, model_state: Tensors) -> Tensors:
+    """Returns the weights of a model's MLP on the class token with which it always returns this token [1, 1, D]."""
+    mlp = {name: value for name, value in model_state.items() if name.startswith("cls_token_mlp.")}
+    mlp["cls_token_mlp.fc2.weight"] = torch.zeros_like(mlp["cls_token_mlp.fc2.weight"])
+    mlp["cls_token_mlp.fc2.bias"] = cls_token.flatten()
+    return mlp
 
 
 def swap_merging(weights: Tensors) -> Tensors:

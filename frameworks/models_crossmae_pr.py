@@ -62,7 +62,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         The default is all blocks.
     use_input: whether the input of the first block is a level, too. It comes before the others.
     visible_source: see `CrossAggregation`. It has no effect without aggregation.
-    img_size, ..., norm_eps: of the encoder, see `models_vit.ViTEncoder`. norm_pix_loss, ..., has_invalid: see
+    img_size, ..., layer_scale: of the encoder, see `models_vit.ViTEncoder`. norm_pix_loss, ..., has_invalid: see
         `framework.Framework.use_method`. mask_ratio, ..., applies_to: see `prmim.Method`.
     """
 
@@ -86,7 +86,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         num_heads: int = 16,
         mlp_ratio: float = 4.0,
         drop_path_rate: float = 0.0,
-        norm_eps: float = 1e-6,
+        layer_scale: bool = False,
         norm_pix_loss: bool = False,
         mask_unit: int = 1,
         has_invalid: bool = False,
@@ -98,7 +98,15 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         applies_to: str = "thrown",
     ) -> None:
         super().__init__(
-            img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio, drop_path_rate, norm_eps=norm_eps
+            img_size,
+            patch_size,
+            in_chans,
+            embed_dim,
+            depth,
+            num_heads,
+            mlp_ratio,
+            drop_path_rate,
+            layer_scale=layer_scale,
         )
         method = Method(mask_ratio, throw_ratio, progressive, kernel_size, aggregation, applies_to)
         self.use_method(method, norm_pix_loss, mask_unit, has_invalid)

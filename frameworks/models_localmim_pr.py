@@ -37,7 +37,7 @@ class LocalMIMViT(Framework, ViTEncoder):
         is the second, fourth, third last and last block, as in the release.
     num_bins: orientations of a histogram.
     hog_bias: give the gradient filters a random bias that is never trained, as in the release's ViT-L.
-    img_size, ..., norm_eps: of the encoder, see `models_vit.ViTEncoder`. norm_pix_loss, ..., has_invalid: see
+    img_size, ..., layer_scale: of the encoder, see `models_vit.ViTEncoder`. norm_pix_loss, ..., has_invalid: see
         `framework.Framework.use_method`. mask_ratio, ..., applies_to: see `prmim.Method`.
     """
 
@@ -61,7 +61,7 @@ class LocalMIMViT(Framework, ViTEncoder):
         num_heads: int = 12,
         mlp_ratio: float = 4.0,
         drop_path_rate: float = 0.0,
-        norm_eps: float = 1e-6,
+        layer_scale: bool = False,
         norm_pix_loss: bool = False,
         mask_unit: int = 1,
         has_invalid: bool = False,
@@ -73,7 +73,15 @@ class LocalMIMViT(Framework, ViTEncoder):
         applies_to: str = "thrown",
     ) -> None:
         super().__init__(
-            img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio, drop_path_rate, norm_eps=norm_eps
+            img_size,
+            patch_size,
+            in_chans,
+            embed_dim,
+            depth,
+            num_heads,
+            mlp_ratio,
+            drop_path_rate,
+            layer_scale=layer_scale,
         )
         method = Method(mask_ratio, throw_ratio, progressive, kernel_size, aggregation, applies_to)
         self.use_method(method, norm_pix_loss, mask_unit, has_invalid)

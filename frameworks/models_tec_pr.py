@@ -17,7 +17,7 @@ from timm.layers import Mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from encoders.names import is_published_tec
+from encoders.names import constant_mlp, is_published_tec
 from framework import Framework, weights_in
 from frameworks.teacher import Teacher, attention_logits, open_teacher
 from frameworks.views import View
@@ -67,7 +67,7 @@ class TECViT(Framework, ViTEncoder):
     att_topk, att_tau: number of patches whose attention is predicted, in addition to the class token's, and temperature
         of the attention target. The release uses 9 and 1.0 for iBOT, 15 and 1.8 for MAE, 15 and 1.4 for MAE's ViT-L.
     num_adap: number of groups of blocks that the adapter fuses.
-    img_size, ..., norm_eps: of the encoder, see `models_vit.ViTEncoder`. norm_pix_loss, ..., has_invalid: see
+    img_size, ..., layer_scale: of the encoder, see `models_vit.ViTEncoder`. norm_pix_loss, ..., has_invalid: see
         `framework.Framework.use_method`. mask_ratio, ..., applies_to: see `prmim.Method`.
     """
 
@@ -93,7 +93,7 @@ class TECViT(Framework, ViTEncoder):
         num_heads: int = 12,
         mlp_ratio: float = 4.0,
         drop_path_rate: float = 0.0,
-        norm_eps: float = 1e-6,
+        layer_scale: bool = False,
         norm_pix_loss: bool = False,
         mask_unit: int = 1,
         has_invalid: bool = False,
@@ -105,7 +105,15 @@ class TECViT(Framework, ViTEncoder):
         applies_to: str = "thrown",
     ) -> None:
         super().__init__(
-            img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio, drop_path_rate, norm_eps=norm_eps
+            img_size,
+            patch_size,
+            in_chans,
+            embed_dim,
+            depth,
+            num_heads,
+            mlp_ratio,
+            drop_path_rate,
+            layer_scale=layer_scale,
         )
         method = Method(mask_ratio, throw_ratio, progressive, kernel_size, aggregation, applies_to)
         self.use_method(method, norm_pix_loss, mask_unit, has_invalid)
@@ -340,20 +348,20 @@ class TECViT(Framework, ViTEncoder):
     def load_official(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a checkpoint of TEC's pre-training, see `Framework.load_official`, or one of TEC's published files.
 
-        The latter hold the encoder alone, with the MLP folded into the class token: this model then has no MLP, its
-        norm gets weight 1 and bias 0, and a warning says that adapter and decoders keep their values.
+        The latter hold the encoder alone, with the MLP folded into the class token: this model's MLP then begins as a
+        constant map to this token, its norm gets weight 1 and bias 0, and a warning says that adapter and decoders keep
+        their values.
         """
         weights = weights_in(state_dict)
         if not is_published_tec(weights):
             super().load_official(weights)
             return
         in_file = ("cls_token", "pos_embed", "patch_embed.", "blocks.")
-        completed = dict(weights)
+        completed = {**weights, **constant_mlp(weights["cls_token"], self.state_dict())}
         for name, value in self.state_dict().items():
-            if name.startswith("cls_token_mlp.") or not name.startswith(in_file):
+            if not name.startswith(in_file):
                 completed[name] = value
         load_strict(self, completed, "TEC weights")
-        self.cls_token_mlp = nn.Identity()
         self.norm.reset_parameters()
         warnings.warn(
             "TEC weights: the MLP is folded into the class token; adapter and decoders are not in the file",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from encoders.kinds import PLAIN
-from encoders.load import Weights, load_encoder, read, set_norm_eps
+from encoders.load import Weights, load_encoder, read
 from models_vit import ViTEncoder
 from prmim import TokenOrder
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
@@ -179,7 +179,6 @@ def _build_teacher(weights: Weights, img_size: tuple[int, int], patch_size: int)
         )
     with torch.random.fork_rng(devices=[]):  # the student's first weights must not depend on the teacher's size
         teacher = Teacher(**{**sizes, "img_size": img_size})
-    set_norm_eps(teacher, weights)
     report = load_encoder(teacher, weights)
     teacher.origin = f"{label}, width {teacher.embed_dim}, {len(teacher.blocks)} blocks: {report}"
     return teacher

@@ -93,11 +93,12 @@ Licence: not stated yet. Add it here, and as `license: ...` in the header, befor
 def export_timm(trained: Trained, out: Path) -> list[str]:
     """Exports the encoder or the classifier for timm, as a file or as a folder. Returns the lines that describe it."""
     model, remarks = model_for_timm(trained)
-    name, options = timm_arguments(model)
+    has_scales = out.suffix != ".pth" or getattr(model, "rotary", False)  # MAE's scripts read a .pth of other ViTs
+    name, options = timm_arguments(model, has_scales)
     if out.suffix and not name.startswith("vit_"):
         raise ValueError(f"{trained.weights.what} is no plain ViT: give --out without a suffix, for a folder")
     facts = known_facts(model, trained)
-    state = timm_weights(model)
+    state = timm_weights(model, has_scales)
     contents = describe(model, state, facts)
     if out.suffix:
         usage = timm_call(name, **options, checkpoint_path=str(out))
@@ -107,7 +108,7 @@ def export_timm(trained: Trained, out: Path) -> list[str]:
     else:
         usage = timm_call(f"local-dir:{out}", pretrained=True)
         with filled_folder(out) as temporary:
-            write_config(temporary / "config.json", model, facts)
+            write_config(temporary / "config.json", model, name, options, facts)
             write_weights(temporary / "model.safetensors", state, facts, {})
             difference = check_loads(model, f"local-dir:{temporary}", pretrained=True)
             write_card(temporary / "README.md", trained, out.name, contents)
@@ -142,19 +143,19 @@ def check_loads(model: nn.Module, name: str, **options: Any) -> float:
     return largest_difference(model, timm.create_model(name, **options).eval())
 
 
-def write_config(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
-    """Writes the config.json of a folder for timm.
+def write_config(path: Path, model: nn.Module, name: str, options: dict[str, Any], facts: Mapping[str, Any]) -> None:
+    """Writes the config.json of a folder for timm. name, options: see `timm_arguments`.
 
     `timm.models.save_for_hf` would put the number of classes into `model_args`, too, and Transformers, which passes it
     by itself, could not load the folder.
     """
-    name, options = timm_arguments(model)
-    num_classes = options.pop("num_classes")
+    num_classes = options["num_classes"]
+    model_args = {option: value for option, value in options.items() if option != "num_classes"}
     config = {
         "architecture": name,
         "num_classes": num_classes,
         "num_features": getattr(model, "num_features", model.embed_dim),
-        "model_args": options,
+        "model_args": model_args,
         "pretrained_cfg": data_config(model, num_classes, facts),
     }
     if "classes" in facts:

@@ -70,7 +70,7 @@ def assert_features_of_rgb(folder, file, bands):
 
 @pytest.mark.parametrize(
     ("kind", "channels", "layout"),
-    [("dinov2", 1, "timm"), ("mae", 4, "timm"), ("dinov3_qkvb", 5, "torch"), ("dinov2", 13, "torch")],
+    [("dinov2", 1, "timm"), ("mae", 4, "timm"), ("dinov3_qkvb", 5, "timm"), ("dinov2", 13, "torch")],
 )
 def test_from_rgb_to_predictions(kind, channels, layout, rgb_files, tmp_path):
     """It begins as the model of RGB, and the kernels of all bands train, although blocks are frozen."""

@@ -7,7 +7,7 @@ pre-trained, apart from the windows.
 import math
 
 import torch
-from timm.layers import DropPath, LayerNorm2d, Mlp
+from timm.layers import DropPath, LayerNorm2d, LayerScale, Mlp
 from timm.models.vision_transformer_sam import window_partition, window_unpartition
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -108,6 +108,7 @@ class MapBlock(nn.Module):
         drop_path: float,
         grid_size: Grid,
         window_size: int = 0,
+        layer_scale: bool = False,
     ) -> None:
         super().__init__()
         self.window_size = window_size
@@ -117,6 +118,8 @@ class MapBlock(nn.Module):
         self.attn = DecomposedAttention(dim, num_heads, grid_size)
         self.norm2 = layer_norm(dim)
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.ls1 = LayerScale(dim, init_values=1.0) if layer_scale else nn.Identity()
+        self.ls2 = LayerScale(dim, init_values=1.0) if layer_scale else nn.Identity()
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -126,9 +129,9 @@ class MapBlock(nn.Module):
             y = window_unpartition(self.attn(windows), self.window_size, x.shape[1:3], padded_size)
         else:
             y = self.attn(y)
-        x = x + self.drop_path(y)
+        x = x + self.drop_path(self.ls1(y))
         y = self.mlp(self.norm2(x))
-        return x + self.drop_path(y)
+        return x + self.drop_path(self.ls2(y))
 
 
 class ViTDet(nn.Module):
@@ -153,6 +156,7 @@ class ViTDet(nn.Module):
         num_heads: int = 12,
         mlp_ratio: float = 4.0,
         drop_path_rate: float = 0.0,
+        layer_scale: bool = False,
     ) -> None:
         super().__init__()
         check_multiple("input_size", img_size, 4, patch_size)
@@ -162,6 +166,7 @@ class ViTDet(nn.Module):
         self.in_chans = in_chans
         self.embed_dim = embed_dim
         self.depth = depth
+        self.layer_scale = layer_scale
         self.window_size = window_size
         map_side = img_size // patch_size
         table_side = pretrain_size // patch_size
@@ -176,7 +181,8 @@ class ViTDet(nn.Module):
             side = window_size
             if i in self.global_blocks:
                 side = 0
-            self.blocks.append(MapBlock(embed_dim, num_heads, mlp_ratio, rate, self.map_size, side))
+            block = MapBlock(embed_dim, num_heads, mlp_ratio, rate, self.map_size, side, layer_scale)
+            self.blocks.append(block)
         self.norm: nn.Module = nn.Identity()  # of `forward_features`
         init_weights(self)
 

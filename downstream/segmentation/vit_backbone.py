@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from encoders.models_relative_vit import RelativeBlock
-from encoders.names import Tensors
+from encoders.names import Tensors, rename, split_key_bias
 from models_vit import ViTEncoder, drop_path_rates, init_weights
 from models_vit import layer_norm as make_layer_norm
 from util.pos_embed import sincos_pos_embed
@@ -61,14 +61,7 @@ class DenseViT(ViTEncoder):
 
     def adapt_weights(self, tensors: Tensors) -> Tensors:
         """Returns an encoder's weights under the names here: no bias of keys. SimMIM's positions become 0."""
-        adapted = {}
-        for name, value in tensors.items():
-            if name.endswith(".attn.qkv.bias"):
-                q_bias, _, v_bias = value.chunk(3)
-                adapted[name.replace("qkv.bias", "q_bias")] = q_bias
-                adapted[name.replace("qkv.bias", "v_bias")] = v_bias
-            else:
-                adapted[name] = value
+        adapted = rename(split_key_bias(tensors), [(r"\.ls([12])\.gamma$", r".gamma_\1")])
         if "pos_embed" not in adapted and any(name.endswith(NEW_KEYS[0]) for name in adapted):
             adapted["pos_embed"] = torch.zeros_like(self.pos_embed)
         return adapted

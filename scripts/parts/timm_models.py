@@ -3,6 +3,7 @@
 | model here | timm architecture |
 |---|---|
 | `models_vit` | `vit_<size>_patch<p>_224`, a `VisionTransformer` |
+| `models_vit` with rotary positions | `vit_<size>_patch16_dinov3_qkvb`, an `Eva` |
 | `models_relative_vit` | `beit_base_patch16_224` |
 | `models_absolute_vit` | `beit_base_patch16_224` with `use_abs_pos_emb` instead of `use_rel_pos_bias` |
 | `models_swin` | `swin_<size>_patch4_window7_224` |
@@ -24,7 +25,7 @@ from downstream.segmentation.vit_backbone import DenseViT
 from encoders.models_absolute_vit import AbsoluteViTEncoder
 from encoders.models_relative_vit import RelativeViTEncoder
 from encoders.models_swin import SwinEncoder
-from encoders.names import Tensors, rename
+from encoders.names import Tensors, fold_scales, rename, split_key_bias
 from encoders.trained import Trained
 from models_vit import BASE, HUGE, LARGE, SMALL, TINY, layer_norm
 
@@ -43,6 +44,11 @@ VIT_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "vit_small_patch8_224": {**SMALL, "patch_size": 8},
     "vit_large_patch16_224": {**LARGE, "patch_size": 16},
     "vit_huge_patch14_224": {**HUGE, "patch_size": 14},
+}
+DINOV3_ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "vit_base_patch16_dinov3_qkvb": dict(BASE),
+    "vit_small_patch16_dinov3_qkvb": dict(SMALL),
+    "vit_large_patch16_dinov3_qkvb": dict(LARGE),
 }
 BEIT_ARCHITECTURES: dict[str, dict[str, Any]] = {"beit_base_patch16_224": dict(BASE)}
 SAM_ARCHITECTURES: dict[str, dict[str, Any]] = {"samvit_base_patch16": {**BASE, "window_size": 14}}
@@ -82,13 +88,19 @@ def model_for_timm(trained: Trained) -> tuple[nn.Module, list[str]]:
     return model, remarks
 
 
-def timm_weights(model: nn.Module) -> Tensors:
+def timm_weights(model: nn.Module, has_scales: bool = True) -> Tensors:
     """Returns the model's state dict with a plain linear head: the BatchNorm of a linear probe is folded into it.
 
     timm's models have these names, and `timm.create_model` renames those of Swin as it loads them from a folder. All
     class tokens but the first are timm's register tokens. The positions of a ViTDet are those of its images.
+
+    has_scales: layer scales, if the model has some, stay, and are not folded into the layers before them.
     """
     state = model.state_dict()
+    if not has_scales:
+        state = fold_scales(state)
+    if getattr(model, "rotary", False):
+        state = rename(split_key_bias(state), [(r"\.ls([12])\.gamma$", r".gamma_\1")])
     if isinstance(model, ViTDet):
         state = rename(state, [(r"^norm\.", "neck.")])
         state["pos_embed"] = model.patch_positions.detach().unflatten(1, model.map_size)
@@ -109,16 +121,12 @@ def timm_weights(model: nn.Module) -> Tensors:
     return state
 
 
-def timm_arguments(model: nn.Module) -> tuple[str, dict[str, Any]]:
+def timm_arguments(model: nn.Module, has_scales: bool = True) -> tuple[str, dict[str, Any]]:
     """Returns the name and the keyword arguments with which `timm.create_model` builds `model`, without its weights.
 
     The architecture is the one that shares most sizes with the model. Its other sizes become arguments. An encoder of a
-    BEiT has the pooling `token`, because timm drops the final norm for `avg`.
+    BEiT has the pooling `token`, because timm drops the final norm for `avg`. has_scales: see `timm_weights`.
     """
-    if getattr(model, "rotary", False):
-        raise ValueError(
-            "timm's ViTs with rotary positions have no bias of keys, which this one trains: --format torch"
-        )
     sizes, architectures = sizes_of(model)
     name = max(architectures, key=lambda name: num_equal(architectures[name], sizes))
     options: dict[str, Any] = {}
@@ -140,8 +148,13 @@ def timm_arguments(model: nn.Module) -> tuple[str, dict[str, Any]]:
         options["neck_chans"] = 0
         options["norm_layer"] = None  # its default has another epsilon
     num_registers = getattr(model, "num_cls_tokens", 1) - 1
-    if num_registers > 0:
+    if getattr(model, "rotary", False):
+        options["num_reg_tokens"] = num_registers
+        options["global_pool"] = "token"
+    elif num_registers > 0:
         options["reg_tokens"] = num_registers
+    if has_scales and getattr(model, "layer_scale", False):
+        options["init_values"] = 1.0  # timm makes scales, which the file then sets
     if isinstance(model, AbsoluteViTEncoder):
         options["use_abs_pos_emb"] = True
         options["use_rel_pos_bias"] = False
@@ -151,6 +164,8 @@ def timm_arguments(model: nn.Module) -> tuple[str, dict[str, Any]]:
             raise ValueError("of classifiers with several class tokens, timm takes those with --global_pool avg alone")
         head = model.head[-1] if isinstance(model.head, nn.Sequential) else model.head
         options["global_pool"] = model.global_pool
+        if getattr(model, "rotary", False):
+            options["use_fc_norm"] = model.global_pool == "avg"
         options["num_classes"] = head.out_features
     return name, options
 
@@ -169,6 +184,8 @@ def sizes_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, dict[str, Any]
         sizes["depth"] = len(model.blocks)
         sizes["num_heads"] = first_blocks[0].attn.num_heads
         architectures = VIT_ARCHITECTURES
+        if getattr(model, "rotary", False):
+            architectures = DINOV3_ARCHITECTURES
     if isinstance(model, (RelativeViTEncoder, AbsoluteViTEncoder, DenseViT)):
         architectures = BEIT_ARCHITECTURES
     if isinstance(model, ViTDet):

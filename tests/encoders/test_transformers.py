@@ -39,7 +39,7 @@ def make(kind, **config):
     """A model whose weights are all random, in float32."""
     torch.manual_seed(3)
     model_class, config_class = KINDS[kind]
-    options = dict(image_size=32) | SIZES | config
+    options = dict(image_size=32, layer_norm_eps=1e-6) | SIZES | config
     if kind.startswith("mae"):
         options |= DECODER
     settings = getattr(transformers, config_class)(**options)
@@ -74,12 +74,12 @@ def images(channels=3, size=(32, 32)):
         ("mae", {}),
         ("mae_encoder", {"num_channels": 5, "intermediate_size": 96}),
         ("encoder", {"image_size": (16, 32)}),
-        ("encoder", {"qkv_bias": False, "patch_size": (8, 8), "layer_norm_eps": 1e-6}),
+        ("encoder", {"qkv_bias": False, "patch_size": (8, 8)}),
         ("classifier", {"num_channels": 1}),
     ],
 )
 def test_features(tmp_path, kind, config):
-    """A model that is built from the file has the file's epsilon. The second path is that of evaluation."""
+    """The second path is that of evaluation."""
     theirs = make(kind, **config)
     theirs.save_pretrained(tmp_path, max_shard_size="50KB")
     ours = load(tmp_path).model.double()
@@ -122,7 +122,7 @@ def test_encoders_that_differ_in_no_shape_are_refused(tmp_path, config):
 @pytest.mark.parametrize("way", ["file", "--pretrained"])
 def test_pre_training_goes_on(tmp_path, way):
     """The same mask gives the same loss and the same reconstruction, decoder included."""
-    theirs = make("mae", norm_pix_loss=True, layer_norm_eps=1e-6)
+    theirs = make("mae", norm_pix_loss=True)
     theirs.save_pretrained(tmp_path)
     model = MaskedAutoencoderViT(throw_ratio=0, norm_pix_loss=True, **PRETRAINING)
     if way == "--pretrained":

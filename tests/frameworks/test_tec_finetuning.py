@@ -8,7 +8,9 @@ import torch
 from torch.testing import assert_close
 
 from encoders.load import load_encoder
+from encoders.trained import load
 from frameworks.models_tec_pr import tec_vit_micro_patch4
+from models_mae_pr import mae_vit_micro_patch4
 from models_vit import VisionTransformer
 from scripts import export
 from tests.frameworks.test_models_tec_pr import ENCODER, build
@@ -96,10 +98,10 @@ def test_published_weights_are_folded_already(tmp_path, pool, with_mlp):
     weights = published(source, tmp_path / "tec.pth")
     model = VisionTransformer(num_classes=5, global_pool=pool, cls_token_mlp=with_mlp, **ENCODER).double()
     report = load_encoder(model, tmp_path / "tec.pth")
-    assert set(report.loaded) == set(weights)
+    mlp = {name for name in model.state_dict() if name.startswith("cls_token_mlp")}
+    assert set(report.loaded) == set(weights) | mlp
     assert not report.unexpected
-    assert not model.cls_token_mlp.state_dict()
-    assert ("the class token is used without its MLP" in str(report)) == with_mlp
+    assert ("the MLP on the class token begins as the file's token" in str(report)) == with_mlp
     assert ("holds no final norm: norm starts with weight 1" in str(report)) == (pool == "token")
     source.norm = model.norm
     assert_same_features(model, source)
@@ -113,8 +115,8 @@ def test_official_loading_of_published_weights_says_what_is_folded_and_what_is_u
     with pytest.warns(UserWarning, match="MLP is folded into the class token; adapter and decoders are not in the"):
         model.load_official({"state_dict": weights})
     after = model.state_dict()
-    assert not any(name.startswith("cls_token_mlp") for name in after)
-    for name in after.keys() - weights.keys() - {"norm.weight", "norm.bias"}:
+    changed = {"norm.weight", "norm.bias", "cls_token_mlp.fc2.weight", "cls_token_mlp.fc2.bias"}
+    for name in after.keys() - weights.keys() - changed:
         assert torch.equal(after[name], before[name]), name
     source.norm = torch.nn.LayerNorm(24, eps=1e-6).double()
     assert_same_features(model, source)
@@ -123,11 +125,30 @@ def test_official_loading_of_published_weights_says_what_is_folded_and_what_is_u
         model.load_official(weights)
 
 
-def test_a_run_on_published_weights_resumes_and_evaluates(labelled, tmp_path, capsys):
-    published(tec_vit_micro_patch4(), tmp_path / "tec.pth")
+def test_a_run_on_published_weights_resumes_and_evaluates(labelled, tmp_path):
+    """The MLP begins as a constant map to the published token, and trains."""
+    released = published(tec_vit_micro_patch4(), tmp_path / "tec.pth")
     weights = finetune_with_a_stop(labelled, tmp_path, *MICRO, *AS_RELEASED, "--finetune", tmp_path / "tec.pth")
-    assert "TEC's publication" in capsys.readouterr().out
-    assert not any(name.startswith("cls_token_mlp") for name in weights)
+    assert weights["cls_token_mlp.fc2.weight"].any()
+    assert_close(weights["cls_token_mlp.fc2.bias"], released["cls_token"].flatten(), rtol=0, atol=0.1)
+
+
+def test_pre_training_goes_on_from_any_token(labelled, tmp_path):
+    """From TEC's own published encoder, with a stop, and from an encoder of MAE: features are those of the file."""
+    teacher = tmp_path / "teacher.pth"
+    torch.save({"model": mae_vit_micro_patch4().state_dict()}, teacher)
+    published(tec_vit_micro_patch4(), tmp_path / "tec.pth")
+    for name in ("teacher", "tec"):
+        flags = ("--model", "tec_vit_micro_patch4", "--teacher", teacher, "--pretrained", tmp_path / f"{name}.pth")
+        frozen = ("--lr", 0, "--weight_decay", 0, "--max_steps", 1)
+        pretrain(labelled, tmp_path / name, *flags, *frozen)
+        imgs = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+        begun, theirs = (load(path).model.double() for path in (tmp_path / name, tmp_path / f"{name}.pth"))
+        expected = theirs.encode(theirs.embed(imgs))
+        assert_close(begun.encode(begun.embed(imgs)), expected, rtol=1e-6, atol=1e-6)
+    content = pretrain(labelled, tmp_path / "whole", *flags)
+    pretrain(labelled, tmp_path / "parts", *flags, "--max_steps", 4)
+    assert_same_state(pretrain(labelled, tmp_path / "parts", *flags), content)
 
 
 def test_the_mlp_learns_like_the_head_and_the_positions_not_at_all():

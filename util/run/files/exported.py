@@ -52,7 +52,6 @@ def add_config(info: CheckpointInfo, path: Path) -> CheckpointInfo:
     settings = {
         "input_size": config["image_size"],
         "num_heads": config["num_attention_heads"],
-        "norm_eps": config.get("layer_norm_eps", 1e-12),  # the default of ViTConfig
     }
     images = _read_json(path.with_name("preprocessor_config.json"))
     if images.get("do_normalize", bool(images)):
