@@ -10,10 +10,9 @@ from torch import nn
 
 import models_vit
 from encoders.trained import Trained
-from util import collectives
 from util.data.decode import is_turned
 from util.data.images import EncodedImages, evenly_spaced
-from util.data.open import is_same_folder, refuse_other_data
+from util.data.open import open_once
 from util.data.statistics import normalizer
 from util.data.transforms import Size
 from util.evaluate.results import Evaluation
@@ -288,11 +287,7 @@ def open_and_check(args: argparse.Namespace, split: str, open_split: Callable[[]
             images.notes.append(f"note: {turned}: boxes and labels must fit the stored pixels")
         return images
 
-    if is_same_folder(args.data_path, Path(args.data_path)):
-        images = collectives.run_on_rank0(open_here)
-    else:
-        images = collectives.run_everywhere(open_here)
-        refuse_other_data(images, split)
+    images = open_once(open_here, split, args.data_path, Path(args.data_path))
     if args.check_data:
         from util.data import survey
 
