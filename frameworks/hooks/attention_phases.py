@@ -29,7 +29,7 @@ from util.data.datasets import AddressedDataset, StepBatchSampler, stack
 from util.data.loader import Loader
 from util.flag import Flag
 from util.peer_sampling import attention_sampling
-from util.run.train.ahead import BatchesAhead
+from util.run.processes.supervise import BatchesAhead
 from util.run.train.loop import TrainLoop
 from util.run.train.training import Training
 from util.text import count_of

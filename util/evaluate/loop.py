@@ -15,8 +15,7 @@ from util import collectives
 from util.data.datasets import AddressedDataset, stack
 from util.data.loader import Loader
 from util.data.transforms import Normalize, Size
-from util.run.processes.supervise import StopSignal
-from util.run.train.ahead import BatchesAhead
+from util.run.processes.supervise import BatchesAhead, StopSignal
 
 if TYPE_CHECKING:
     from util.run.train.training import Training

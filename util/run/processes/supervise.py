@@ -1,4 +1,4 @@
-"""What ends a run from outside: signals, and a watchdog that ends a process that hangs.
+"""What ends a run from outside: signals, data that cannot be loaded, and a watchdog for a process that hangs.
 
 Signals ask a run to stop: it finishes the step, saves a checkpoint, and ends. The same command resumes it.
 
@@ -19,7 +19,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from util.collectives import all_reduce_sum
+from util.data.images import ImageError
 from util.data.workers import SIGNALS, expect_signal, note_signal
 from util.run.exits import TEMPORARY
 
@@ -124,6 +126,48 @@ class StopSignal:
         self.wait()
         for number in {signal.SIGUSR1, signal.SIGUSR2} & self.previous.keys():
             self.previous[number] = signal.SIG_IGN
+
+
+class BatchesAhead:
+    """Iterator over the next batches of this process, which are loaded so early that a failure stops all ranks in time.
+
+    Ranks know what another one asks for at the second question after it. A rank whose data cannot be loaded, or that
+    gets a signal while it waits for a batch, still has the batches up to there: no other rank waits for it in a step.
+    """
+
+    def __init__(self, batches: Iterator[Any], num_batches: int, num_ahead: int, stop: StopSignal) -> None:
+        """num_batches: to be taken from `batches`. num_ahead: as many as are used between three questions."""
+        self.batches = batches
+        self.num_left = num_batches  # that are not loaded
+        self.num_ahead = num_ahead
+        self.stop = stop
+        self.loaded: deque[Any] = deque()
+        self.load(num_ahead)
+
+    def __iter__(self) -> "BatchesAhead":
+        return self
+
+    def __next__(self) -> Any:
+        self.load(self.num_ahead + 1)
+        if not self.loaded:
+            raise StopIteration
+        return self.loaded.popleft()
+
+    def load(self, num_batches: int) -> None:
+        """Loads until so many batches wait, unless this process asks to stop."""
+        stop = self.stop
+        try:
+            stop.interrupts = True
+            while len(self.loaded) < num_batches and self.num_left > 0 and not stop.is_asked:
+                self.loaded.append(next(self.batches))
+                self.num_left -= 1
+        except Stopped:
+            pass
+        except (ImageError, OSError) as error:
+            if stop.name is None:
+                stop.error = error
+        finally:
+            stop.interrupts = False
 
 
 # ------------------------------------------------------------------------------------------------------------- watchdog

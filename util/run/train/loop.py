@@ -20,10 +20,9 @@ from util.addressed import STEP, addressed_seed
 from util.collectives import gather_objects
 from util.data.transforms import Normalize
 from util.run.processes.distributed import DeviceCopies, precision
-from util.run.processes.supervise import Stopped, StopSignal
+from util.run.processes.supervise import BatchesAhead, Stopped, StopSignal
 from util.run.start.plan import RunSchedule
 from util.run.start.run import Run
-from util.run.train.ahead import BatchesAhead
 from util.run.train.logging import RunLog
 from util.run.train.meter import Clock, Meter
 from util.run.train.step_graphs import ForwardBackward, StepGraphs, Update

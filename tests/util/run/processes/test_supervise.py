@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from tests.two_processes import run_in_two_processes
 from tests.until import wait_until
-from util.collectives import all_reduce_sum
 from util.run.processes import supervise
 from util.run.processes.supervise import SIGNALS, StopSignal, Watchdog
 
@@ -27,10 +26,10 @@ ROOT = Path(__file__).parents[4]
 def test_a_signal_asks_to_stop_and_the_end_restores_the_handlers(number):
     before = {n: signal.getsignal(n) for n in SIGNALS}
     with StopSignal(torch.device("cpu")) as stop:
-        assert not stop.agreed(stop.flag())
+        assert not stop.agreed()
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # SLURM's second one
-        assert stop.agreed(stop.flag())
+        assert stop.agreed()
         assert stop.name == signal.Signals(number).name
     assert {n: signal.getsignal(n) for n in SIGNALS} == before
 
@@ -103,7 +102,7 @@ from util.run.processes.supervise import StopSignal
 
 with StopSignal(torch.device("cpu")) as stop:
     os.kill(os.getpid(), signal.SIGHUP)
-    print(stop.agreed(stop.flag()), stop.name)
+    print(stop.agreed(), stop.name)
 """
 
 
@@ -126,7 +125,7 @@ def _stops(rank):
         for step in range(50):
             if rank == 1 and step == 7:
                 os.kill(os.getpid(), signal.SIGUSR2)
-            if stop.agreed(all_reduce_sum(stop.flag())):
+            if stop.agreed():
                 break
         stop.wait()
     dist.barrier()
@@ -143,10 +142,10 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step():
 def test_on_a_gpu_the_host_waits_for_the_flags_of_the_step_before(tmp_path):
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     with StopSignal(torch.device("cuda", 0)) as stop:
-        assert not stop.agreed(all_reduce_sum(stop.flag()))
+        assert not stop.agreed()
         os.kill(os.getpid(), signal.SIGUSR2)
-        assert not stop.agreed(all_reduce_sum(stop.flag()))
-        assert stop.agreed(all_reduce_sum(stop.flag()))  # a step later
+        assert not stop.agreed()
+        assert stop.agreed()  # a step later
         stop.wait()
     dist.destroy_process_group()
 
