@@ -2,25 +2,28 @@
 
 import argparse
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from encoders.trained import Trained, load, note_on_view
 from engine_finetune import evaluate_images
 from util import collectives
-from util.data.images import FolderImages
+from util.collectives import print_on_rank0
+from util.data.images import FolderImages, Images
 from util.data.open import open_everywhere
-from util.data.pixel_format import RGB8
+from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import normalizer
 from util.data.transforms import ResizeCenterCrop
 from util.evaluate import robustness
-from util.evaluate.results import Evaluation, accuracy_text
-from util.evaluate.session import Session, session_of_eval
+from util.evaluate.loop import context_of_flags
+from util.evaluate.results import Evaluation, accuracy_text, finish_evaluation, folder_of_eval
 from util.run.cli import Parser
-from util.run.files.record import INVALID_SETTINGS, without_marks
-from util.run.processes.distributed import precision
+from util.run.files import search
+from util.run.files.record import INVALID_SETTINGS, CheckpointInfo, without_marks
+from util.run.processes.distributed import Process, precision
+from util.run.start.folder import join_processes, own_folder
 from util.run.start.plan import check_same
-from util.run.start.resume import find_encoder
 from util.text import count_of
 
 MODEL_FLAGS = ("model", "input_size", "patch_size", "in_chans", "nb_classes", "global_pool")
@@ -28,14 +31,23 @@ MODEL_FLAGS = ("model", "input_size", "patch_size", "in_chans", "nb_classes", "g
 
 def evaluate_at_resume(parser: Parser, args: argparse.Namespace) -> dict[str, float]:
     """Evaluates the classifier at --resume on --eval_split, or on --eval_set. Returns the scores."""
-    given = set(parser.given)
-    with session_of_eval(parser, args, given, "this program, of MAE or of timm") as session:
+    folder = folder_of_eval(parser, args, "this program, of MAE or of timm")
+    with join_processes(parser, args) as process, own_folder(folder, parser.prog) as output_dir:
         classifier = load(args.resume, "classification")
-        settings = settings_of_eval(args, given, classifier)
-        session.print(*note_on_view(settings, args.resume))
-        if args.eval_set is None:
-            return evaluate_split(args, classifier, settings, session)
-        return evaluate_set(args, classifier, settings, session)
+        settings = settings_of_eval(args, set(parser.given), classifier)
+        print_on_rank0(*note_on_view(settings, args.resume))
+        if args.eval_set is not None:
+            return evaluate_set(args, classifier, settings, process, output_dir)
+
+        images = open_split(args, settings, classifier.weights.info)
+        score = make_score(args, classifier, settings, images.pixel_format, process)
+        scores = score(images)
+        print_on_rank0(*images.notes)
+        where = f"{count_of(len(images), 'image')} in {images.root}"
+        line = f"{accuracy_text(scores, digits=3)}, loss {scores['loss']:.4f} on {where}"
+        result = Evaluation(scores, details={"data": str(images.root)})
+        finish_evaluation(result, line, output_dir, args.resume, classifier.weights.info.step)
+        return scores
 
 
 def settings_of_eval(args: argparse.Namespace, given: set[str], classifier: Trained) -> dict[str, Any]:
@@ -64,76 +76,75 @@ def settings_of_eval(args: argparse.Namespace, given: set[str], classifier: Trai
     return settings
 
 
-def evaluate_split(
-    args: argparse.Namespace, classifier: Trained, settings: Mapping[str, Any], session: Session
-) -> dict[str, float]:
-    """Evaluates a classifier on --eval_split of the data. settings: of `settings_of_eval`."""
-    view = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], args.loader == "reference")
+def open_split(args: argparse.Namespace, settings: Mapping[str, Any], info: CheckpointInfo) -> Images:
+    """Opens the images of --eval_split. ValueError unless they have the classes of the classifier."""
     images = open_everywhere(args, args.eval_split, labelled=True, pixel_settings=settings)
-    info = classifier.weights.info
     if info.classes:
         images.use_classes(info.classes, "the checkpoint")
     elif len(images.classes) != settings["nb_classes"]:
         raise ValueError(
             f"the head of {args.resume!r} has {settings['nb_classes']} classes, the data {len(images.classes)}"
         )
-    context = session.make_context(args, normalizer(settings, images.pixel_format), args.batch_size or 64)
-    scores = evaluate_images(classifier.model.to(context.device), images, view, context)
-    session.print(*images.notes)
-    where = f"{count_of(len(images), 'image')} in {images.root}"
-    line = f"{accuracy_text(scores, digits=3)}, loss {scores['loss']:.4f} on {where}"
-    session.finish(Evaluation(scores, details={"data": str(images.root)}), line, args.resume, info.step)
-    return scores
+    return images
+
+
+def make_score(
+    args: argparse.Namespace, classifier: Trained, settings: Mapping[str, Any], pixels: PixelFormat, process: Process
+) -> Callable[..., dict[str, float]]:
+    """Returns `score(images, columns=None)`, which evaluates the classifier on images of this format."""
+    view = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], args.loader == "reference")
+    context = context_of_flags(args, process, normalizer(settings, pixels), args.batch_size or 64)
+    return partial(evaluate_images, classifier.model.to(process.device), transform=view, context=context)
 
 
 def evaluate_set(
-    args: argparse.Namespace, classifier: Trained, settings: Mapping[str, Any], session: Session
+    args: argparse.Namespace,
+    classifier: Trained,
+    settings: Mapping[str, Any],
+    process: Process,
+    output_dir: Path | None,
 ) -> dict[str, float]:
     """Evaluates a classifier of ImageNet on the test set --eval_set at --data_path. settings: of `settings_of_eval`."""
     wnids = classifier.weights.info.classes or robustness.wnids_of()
     if settings["nb_classes"] != len(wnids) or settings["in_chans"] != RGB8.channels:
         raise ValueError(f"--eval_set {args.eval_set} needs a classifier of ImageNet, and {args.resume!r} is none")
     folders = collectives.run_on_rank0(lambda: robustness.find_folders(args.eval_set, args.data_path))
-    view = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], args.loader == "reference")
-    context = session.make_context(args, normalizer(settings, RGB8), args.batch_size or 64)
-    model = classifier.model.to(context.device)
+    score = make_score(args, classifier, settings, RGB8, process)
 
-    def score(folder: Path) -> dict[str, float]:
+    def score_folder(folder: Path) -> dict[str, float]:
         images = FolderImages(folder, labelled=True, use_pillow=args.loader == "reference")
-        columns = robustness.find_columns(args.eval_set, images.classes, wnids)
-        return evaluate_images(model, images, view, context, columns)
+        return score(images, columns=robustness.find_columns(args.eval_set, images.classes, wnids))
 
     if args.eval_set == "imagenet_c":
-        return evaluate_corruptions(args, settings, session, folders, score)
-    scores = score(folders[args.eval_set])
+        protocol = {name: settings.get(name) for name in ("input_size", "mean", "std")}
+        protocol["precision"] = precision(args.precision, process.device).name
+        protocol["loader"] = args.loader
+        protocol["data_path"] = str(Path(args.data_path).resolve())
+        return evaluate_corruptions(Path(classifier.weights.path), protocol, folders, score_folder, output_dir)
+    scores = score_folder(folders[args.eval_set])
     line = f"{args.eval_set}: {accuracy_text(scores)} on {count_of(int(scores['num_images']), 'image')}"
-    session.finish(Evaluation(scores), line, args.resume, classifier.weights.info.step)
+    finish_evaluation(Evaluation(scores), line, output_dir, args.resume, classifier.weights.info.step)
     return scores
 
 
 def evaluate_corruptions(
-    args: argparse.Namespace,
-    settings: Mapping[str, Any],
-    session: Session,
+    checkpoint: Path,
+    protocol: Mapping[str, Any],
     folders: Mapping[str, Path],
     score: Callable[[Path], dict[str, float]],
+    output_dir: Path | None,
 ) -> dict[str, float]:
     """Evaluates a classifier on the folders of ImageNet-C, with `score`. Each result is saved, and none is repeated."""
-    if session.output_dir is None:
+    if output_dir is None:
         raise ValueError("--eval_set imagenet_c takes hours and continues after a stop: give --output_dir")
-    weights = collectives.run_on_rank0(lambda: find_encoder(args.resume, False, "resume"))
-    assert weights is not None
-    protocol = {name: settings.get(name) for name in ("input_size", "mean", "std")}
-    protocol["precision"] = precision(args.precision, session.process.device).name
-    protocol["loader"] = args.loader
-    protocol["data_path"] = str(Path(args.data_path).resolve())
-    results = robustness.open_results(session.output_dir / robustness.RESULTS, weights.path, weights.sha256, protocol)
+    sha256 = collectives.run_on_rank0(lambda: search.recorded_sha256(checkpoint))
+    results = robustness.open_results(output_dir / robustness.RESULTS, str(checkpoint), sha256, protocol)
     for name in results.missing(folders):
         results.add(name, score(folders[name]))
-        session.print(f"{name}: {accuracy_text(results.parts[name])}")
+        print_on_rank0(f"{name}: {accuracy_text(results.parts[name])}")
     figures = robustness.summarise(results.parts)
     for corruption, error in figures["ce"].items():
-        session.print(f"{corruption:<18} CE {error:.2f} %, error {figures['errors'][corruption]:.2f} %")
-    session.print(f"mCE {figures['mce']:.2f} % (AlexNet's is 100), mean error {figures['mean_error']:.2f} %")
-    session.print(f"all scores: {results.path}")
+        print_on_rank0(f"{corruption:<18} CE {error:.2f} %, error {figures['errors'][corruption]:.2f} %")
+    print_on_rank0(f"mCE {figures['mce']:.2f} % (AlexNet's is 100), mean error {figures['mean_error']:.2f} %")
+    print_on_rank0(f"all scores: {results.path}")
     return figures

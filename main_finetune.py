@@ -152,7 +152,12 @@ EVALUATION_FLAGS = (
         changes="nothing",
         at_least=1,
     ),
-    Flag("crop_pct", float, help="val images are resized to input_size / crop_pct (default: .875; 1 above 224 px)"),
+    Flag(
+        "crop_pct",
+        float,
+        help="val images are resized to input_size / crop_pct (default: .875; 1 above 224 px)",
+        above=0,
+    ),
 )
 
 

@@ -35,7 +35,6 @@ from util.code_version import code_version, source_files, source_hash, write_ver
 from util.flag import Flag
 from util.run.cli import Parser
 from util.run.exits import FINAL, TEMPORARY, end_if_others_wait, run_program
-from util.run.files.reports import PROGRESS
 from util.urls import redact
 
 # {name on the command line: module}. Modules of downstream/ are imported only if they are to be run.
@@ -47,6 +46,7 @@ MAINS = {
     "main_detection": "downstream.detection.main_detection",
 }
 ROOT = Path(__file__).resolve().parent
+PARTS = ("imagenet_c.json", "probe.json")  # to which a finished part is added
 NO_RESUME = ("main_probe",)  # mains that begin anew after a stop
 GENERIC = ("gres", "tres_per_job", "tres_per_node", "tres_per_task")  # options that may request GPUs
 MAX_IDLE_STARTS = 3  # starts in a row without progress after which a job is still requeued
@@ -239,8 +239,9 @@ def job_parameters(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def note_progress(folder: Path) -> list[str]:
-    """Returns shell lines that come before srun: they note how far the run is, by the file that its main writes."""
-    return [f"progress() {{ cat {shlex.quote(str(folder / PROGRESS))} 2>/dev/null; }}", "before=$(progress)"]
+    """Returns shell lines that come before srun: they note how far the run is, by what its main has saved."""
+    saved = " ".join(f"{shlex.quote(str(folder))}/{name}" for name in ("checkpoint-*.json", *PARTS))
+    return [f"progress() {{ cksum {saved} 2>/dev/null; }}", "before=$(progress)"]
 
 
 def guard(folder: Path) -> list[str]:

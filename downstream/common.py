@@ -15,11 +15,12 @@ from util.data.images import EncodedImages, evenly_spaced
 from util.data.open import open_once
 from util.data.statistics import normalizer
 from util.data.transforms import Size
-from util.evaluate.results import Evaluation
-from util.evaluate.session import Session
+from util.evaluate.loop import context_of_flags
+from util.evaluate.results import Evaluation, finish_evaluation
 from util.flag import Flag
 from util.run.cli import Parser
 from util.run.files.record import INVALID_SETTINGS, without_marks
+from util.run.processes.distributed import Process
 from util.run.start.flags import (
     BATCH_FLAGS,
     FINETUNE_FLAG,
@@ -249,22 +250,23 @@ def args_of_model(
 def evaluate_trained(
     trained: Trained,
     args: argparse.Namespace,
-    session: Session,
+    process: Process,
+    folder: Path | None,
     images: EncodedImages,
     evaluate: Callable[..., Evaluation],
     describe: Callable[[Mapping[str, Any]], str],
     picture: str,
 ) -> dict[str, Any]:
-    """Evaluates a trained model in a session, which writes the result. Returns the scores.
+    """Evaluates a trained model, and writes the result to the folder, if there is one. Returns the scores.
 
     args: of `args_of_model`. evaluate: `evaluate(model, num_pictures=, context=)`.
     """
     info = trained.weights.info
     pixels = {**info.pixel_settings, "mean": args.mean, "std": args.std}
-    context = session.make_context(args, normalizer(pixels, images.pixel_format), batch_size=1)
+    context = context_of_flags(args, process, normalizer(pixels, images.pixel_format), batch_size=1)
     model = trained.model.to(context.device)
-    result = evaluate(model, num_pictures=session.num_pictures(args), context=context)
-    session.finish(result, describe(result.scores), args.resume, info.step, picture)
+    result = evaluate(model, num_pictures=0 if folder is None else args.num_pictures, context=context)
+    finish_evaluation(result, describe(result.scores), folder, args.resume, info.step, picture)
     return {**result.scores, **result.details}
 
 

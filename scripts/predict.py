@@ -36,18 +36,20 @@ from downstream.segmentation.predict_labels import LabelMaps
 from encoders.trained import load, note_on_view
 from scripts.parts.predict_classes import Probabilities
 from util.code_version import code_version
+from util.collectives import print_on_rank0
 from util.data.images import EncodedImages
 from util.data.open import marks_of
 from util.data.pixel_format import PixelFormat
 from util.data.statistics import normalizer
+from util.evaluate.loop import context_of_flags
 from util.evaluate.predictions import Predictor, Progress, open_unlabelled, write_record
-from util.evaluate.session import Session, evaluation_session
 from util.flag import Flag
 from util.run.cli import Parser
 from util.run.exits import run_program
 from util.run.files.record import without_marks
-from util.run.processes.distributed import PRECISIONS, precision
+from util.run.processes.distributed import PRECISIONS, Process, precision
 from util.run.start.flags import all_valid_flag
+from util.run.start.folder import join_processes, own_folder
 from util.run.start.resume import find_encoder
 from util.text import count_of
 
@@ -110,7 +112,7 @@ def refuse_other_tasks(args: argparse.Namespace, task: str) -> None:
             raise ValueError(f"--{name} is for {owner}, and {args.run!r} is a model of {task}: leave it out")
 
 
-def make_predictor(args: argparse.Namespace, session: Session) -> Predictor:
+def make_predictor(args: argparse.Namespace, process: Process) -> Predictor:
     """Returns what predicts the images that the flags name, by the model of the run. It writes the record."""
     weights = find_encoder(args.run, False, "run")
     assert weights is not None
@@ -123,8 +125,8 @@ def make_predictor(args: argparse.Namespace, session: Session) -> Predictor:
     if args.all_valid:
         settings = without_marks(settings)
     images = open_images(args, settings)
-    context = session.make_context(args, normalizer(settings, images.pixel_format), args.batch_size)
-    session.print(f"{task} by {weights.path}: {count_of(len(images), 'image')} in {images.root}", *images.notes)
+    context = context_of_flags(args, process, normalizer(settings, images.pixel_format), args.batch_size)
+    print_on_rank0(f"{task} by {weights.path}: {count_of(len(images), 'image')} in {images.root}", *images.notes)
     chosen = {
         "model": weights.sha256,
         "images": str(Path(args.images).resolve()),
@@ -144,10 +146,10 @@ def make_predictor(args: argparse.Namespace, session: Session) -> Predictor:
         predictor = LabelMaps(
             trained, images, args.output_dir, context, bool(args.keep_size), args.num_pictures, args.window_weights
         )
-        session.print(*predictor.note_scale(is_chosen=args.keep_size is False))
+        print_on_rank0(*predictor.note_scale(is_chosen=args.keep_size is False))
         facts |= predictor.facts()
     else:
-        session.print(*note_on_view(settings, args.run))
+        print_on_rank0(*note_on_view(settings, args.run))
         predictor = Probabilities(trained, images, args.output_dir, context)
     write_record(args.output_dir, chosen, facts)
     return predictor
@@ -157,10 +159,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Predicts the images that are missing. The exit code is 1 if some cannot be read."""
     parser = Parser(PROGRAM, __doc__, *FLAGS)
     args = parser.parse_args(argv)
-    with evaluation_session(parser, args, args.output_dir, check_flags) as session:
-        if session.process.world_size > 1:
+    with join_processes(parser, args, check_flags) as process, own_folder(args.output_dir, PROGRAM):
+        if process.world_size > 1:
             raise ValueError("it runs in one process: start one for each part of the images, with its own --output_dir")
-        predictor = make_predictor(args, session)
+        predictor = make_predictor(args, process)
         num_images = len(predictor.images)
         progress = Progress(num_images, num_images - len(predictor.missing()))
         try:
@@ -168,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         finally:
             progress.close()
         num_written = num_images - len(predictor.missing())
-        session.print(f"predicted {num_written} of {count_of(num_images, 'image')}: {args.output_dir}")
+        print_on_rank0(f"predicted {num_written} of {count_of(num_images, 'image')}: {args.output_dir}")
     if progress.num_unreadable:
         parser.exit(1, f"{PROGRAM}: error: {count_of(progress.num_unreadable, 'image')} cannot be read\n")
 

@@ -320,12 +320,11 @@ def test_the_batch_script_requeues_what_can_go_on(
     (script,) = [text for text in blocks_of(ROOT / "docs" / "cluster.md", "bash") if "#SBATCH" in text]
     out = tmp_path / f"output/prmim50_base{element}"
     out.mkdir(parents=True)
-    progress = out / ".progress"
-    progress.write_text("20\n")
+    (out / "checkpoint-20.json").touch()
     if idle:
         (out / ".idle-starts-77").write_text("".join(f"{number}\n" for number in idle))
     called = out / "called"
-    moves = f"echo 40 > {shlex.quote(str(progress))}" if moved else "true"
+    moves = f"touch {shlex.quote(str(out))}/checkpoint-40.json" if moved else "true"
     fake(tmp_path / "srun", f"{moves}; exit {code}")
     fake(tmp_path / "squeue", f'[ "$3" = {job} ] && echo {state}')
     fake(tmp_path / "scontrol", f'echo "$@" >> {shlex.quote(str(called))}')

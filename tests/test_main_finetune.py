@@ -155,7 +155,7 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(labelled, pretrained, 
         (main_finetune, "evaluate_images", 1),
         (CheckpointSaver, "save_best", 1),
         (checkpoint, "save_checkpoint", 1),  # the thread dies while it writes the best weights
-        (evaluator, "write_json", 1),
+        (evaluator, "write_results", 1),
     ],
 )
 def test_a_run_killed_around_an_evaluation_makes_up_for_it(

@@ -13,7 +13,6 @@ import submitit_launch
 from tests.runs import children_of, pretrain, refused, reports
 from tests.until import wait_until
 from util import code_version
-from util.run.files.reports import write_progress
 from util.run.files.search import newest_checkpoint
 
 
@@ -135,7 +134,7 @@ def test_a_job_is_requeued_until_it_gets_nowhere(tmp_path, rc, said, idle, now, 
     """Runs the lines around srun with fake `scontrol` and `squeue`. `said`: the exit code in a process's note."""
     jobs = tmp_path / "my run" / "jobs"
     jobs.mkdir(parents=True)
-    write_progress(jobs.parent, "20")
+    (jobs.parent / "checkpoint-20.json").touch()
     counter = jobs / "idle-starts-77"
     if idle:
         counter.write_text(idle)
@@ -145,7 +144,7 @@ def test_a_job_is_requeued_until_it_gets_nowhere(tmp_path, rc, said, idle, now, 
     called = tmp_path / "called"
     write_program(tmp_path / "scontrol", f'echo "$@" >> "{called}"')
     write_program(tmp_path / "squeue", f"echo {state}")
-    srun = f'echo {now} > "{jobs.parent}/.progress"; (exit {rc})'
+    srun = f'touch "{jobs.parent}/checkpoint-{now}.json"; (exit {rc})'
     done = run_job(tmp_path, [*submitit_launch.note_progress(jobs.parent), srun, *submitit_launch.guard(jobs.parent)])
     assert done.returncode == (said or rc)
     assert called.exists() == (left is not None)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from util.text import shorten
+from util.text import printable, shorten
 
 T = TypeVar("T")
 
@@ -54,6 +54,14 @@ def wait_for_threads() -> None:
     """
     if dist.is_available() and dist.is_initialized():
         time.sleep(0.25)  # NCCL's thread looks for finished collectives every 0.1 s
+
+
+def print_on_rank0(*lines: str) -> None:
+    """Prints lines on rank 0, with escapes for what would command a terminal."""
+    rank, _ = rank_and_world_size()
+    if rank == 0:
+        for line in lines:
+            print(printable(line), flush=True)
 
 
 def run_on_rank0(function: Callable[[], T]) -> T:

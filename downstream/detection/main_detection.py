@@ -34,10 +34,12 @@ from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import check_classes, check_splits, note_on_small_images
 from util.data.open import marks_of
 from util.evaluate.evaluator import Evaluator
-from util.evaluate.session import Session, session_of_eval
+from util.evaluate.results import folder_of_eval
 from util.flag import Flag
 from util.run.cli import Parser, parse_with_recipe
 from util.run.exits import run_program
+from util.run.processes.distributed import Process
+from util.run.start.folder import join_processes, own_folder
 from util.run.start.plan import Plan
 from util.run.start.run import Run
 from util.run.train.training import Training
@@ -206,9 +208,9 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
     """Trains to the end of the schedule, or evaluates. Returns False if a signal stopped the run before."""
     parser, args = parse_args(argv)
     if args.eval:
-        given = set(parser.given)
-        with session_of_eval(parser, args, given, "this program") as session:
-            return evaluate_only(args, given, session)
+        folder = folder_of_eval(parser, args, "this program")
+        with join_processes(parser, args) as process, own_folder(folder, PROGRAM) as output_dir:
+            return evaluate_only(args, set(parser.given), process, output_dir)
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune") as run:
         first = read_first(run.encoder, run.resumed, args.rgb_bands, args.in_chans)
         images = open_split(args, "train")
@@ -261,7 +263,9 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         return training.train(train_one_epoch, open_loader, [evaluator], lambda: evaluator.summary(name), draw)
 
 
-def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, Any]:
+def evaluate_only(
+    args: argparse.Namespace, given: set[str], process: Process, output_dir: Path | None
+) -> dict[str, Any]:
     """Evaluates the model at --resume on the validation images. given: names of explicit flags."""
     coco_masks()
     trained = load(args.resume, "detection")
@@ -273,7 +277,7 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
     check_categories(settings["categories"], images, f"the model at {args.resume!r}")
     masks = settings["masks"] and choose_masks(args.masks, images)
     evaluate_val = partial(evaluate, images=images, masks=masks)
-    return common.evaluate_trained(trained, args, session, images, evaluate_val, describe_scores, PICTURE)
+    return common.evaluate_trained(trained, args, process, output_dir, images, evaluate_val, describe_scores, PICTURE)
 
 
 if __name__ == "__main__":

@@ -15,16 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from downstream.probe.models import AttentiveProbe, FrozenEncoder, HeadGrid, LinearProbe, Tokens
 from util import collectives
+from util.collectives import print_on_rank0
 from util.data.datasets import AddressedDataset, StepBatchSampler, permutation, stack
 from util.data.images import Images
 from util.data.loader import Loader
 from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop, with_vflip
 from util.evaluate.features import Features, extract_features
 from util.evaluate.knn import KnnProtocol, knn_accuracy
-from util.evaluate.loop import EvalContext, evaluation_batches
+from util.evaluate.loop import EvalContext, context_of_flags, evaluation_batches
 from util.evaluate.moments import moments_of_all
 from util.evaluate.results import accuracies
-from util.evaluate.session import Session
+from util.run.processes.distributed import Process
 from util.run.start.plan import split_batch
 from util.text import count_of, duration
 
@@ -178,15 +179,15 @@ class Probing:
     def __init__(
         self,
         args: argparse.Namespace,
-        session: Session,
+        process: Process,
         encoder: FrozenEncoder,
         images: Images,
         val_images: Images,
         normalize: Normalize,
     ) -> None:
         self.args = args
-        self.session = session
-        self.encoder = encoder.to(session.process.device)
+        self.process = process
+        self.encoder = encoder.to(process.device)
         self.images = images
         self.val_images = val_images
         trains_heads = bool(set(args.probes) - {"knn"})
@@ -197,10 +198,10 @@ class Probing:
                 args.batch_size,
                 None,
                 args.total_batch_size,
-                session.process.world_size,
+                process.world_size,
                 MAX_BATCH_SIZE,
             )
-        self.context = session.make_context(args, normalize, batch_size)
+        self.context = context_of_flags(args, process, normalize, batch_size)
         self.training, self.held_out = split_held_out(len(images))
         if trains_heads and len(self.training) < args.total_batch_size:
             raise ValueError(
@@ -280,14 +281,14 @@ class Probing:
         """Trains all heads. Since no step is skipped, this is no `Run`."""
         args = self.args
         model: nn.Module = probes
-        if self.session.process.world_size > 1:
+        if self.process.world_size > 1:
             model = DistributedDataParallel(probes)
         groups = []
         for grid in probes.grids.values():
             groups += grid.parameter_groups(args.total_batch_size / 256)
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
         epochs = args.steps * args.total_batch_size / len(self.training)
-        self.session.print(f"heads: {args.steps} steps of {args.total_batch_size} images, {epochs:,.1f} epochs")
+        print_on_rank0(f"heads: {args.steps} steps of {args.total_batch_size} images, {epochs:,.1f} epochs")
         steps = range(args.steps)
         with closing(self.training_batches()) as batches:
             train_one_epoch(
@@ -299,13 +300,13 @@ class Probing:
                 self.accum_iter,
                 self.encoder,
                 self.context,
-                self.session.print,
+                print_on_rank0,
             )
 
     def training_batches(self) -> Any:
         """Returns this rank's batches of all steps: augmented images of the nine tenths. `close()` ends the workers."""
         args = self.args
-        process = self.session.process
+        process = self.process
         img_size = self.encoder.img_size
         training: Any = ImageSubset(self.images, self.training)
         use_pillow = args.loader == "reference"

@@ -21,13 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from downstream.probe.engine_probe import GRID, HELD_OUT, Probing
 from downstream.probe.models import FrozenEncoder, open_encoder
 from util import collectives
+from util.collectives import print_on_rank0
 from util.data.folders import refuse_inside_data
 from util.data.images import Images, match_splits
 from util.data.open import open_everywhere
 from util.data.statistics import normalizer, statistics_of
 from util.evaluate.knn import TEMPERATURE
 from util.evaluate.results import ResultsFile
-from util.evaluate.session import evaluation_session
 from util.flag import Flag
 from util.run.cli import Parser
 from util.run.exits import run_program
@@ -35,6 +35,7 @@ from util.run.files import record
 from util.run.processes.distributed import PRECISIONS, precision
 from util.run.start import plan as plan_module
 from util.run.start.flags import DATA_FLAGS, all_valid_flag, eval_split_flag
+from util.run.start.folder import join_processes, own_folder
 from util.tables import markdown_table
 
 PROGRAM = "main_probe.py"
@@ -194,7 +195,7 @@ def results_of(parts: Mapping[str, Any]) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluates the encoder that the flags name."""
     parser, args = parse_args(argv)
-    with evaluation_session(parser, args, args.output_dir, check=check_flags) as session:
+    with join_processes(parser, args, check_flags) as process, own_folder(args.output_dir, PROGRAM):
         encoder = collectives.run_everywhere(lambda: make_encoder(args))
         known = encoder.pixel_settings
         if args.all_valid:
@@ -202,13 +203,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         images, val_images = open_data(args, encoder.in_chans, known)
         (mean, std), notes = statistics_of((None, None), [known], images)
         pixel_settings = {**known, "mean": mean, "std": std}
-        precision_name = precision(args.precision, session.process.device).name
+        precision_name = precision(args.precision, process.device).name
         settings = protocol_of(args, encoder, pixel_settings, images, val_images, precision_name)
         results = ResultsFile(Path(args.output_dir) / RESULTS, encoder.name, encoder.sha256, settings, results_of)
         normalize = normalizer(pixel_settings, images.pixel_format)
-        probing = Probing(args, session, encoder, images, val_images, normalize)
+        probing = Probing(args, process, encoder, images, val_images, normalize)
 
-        session.print(encoder.name, *encoder.notes, *notes, *images.notes, *val_images.notes)
+        print_on_rank0(encoder.name, *encoder.notes, *notes, *images.notes, *val_images.notes)
         parts = []
         if "knn" in args.probes:
             parts.append("knn")
@@ -219,12 +220,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows = probing.knn()
             results.add("knn", rows)
             if "heads" in missing:  # their training takes long; the table at the end has these rows, too
-                session.print(table_of(rows))
+                print_on_rank0(table_of(rows))
         if "heads" in missing:
             results.add("heads", probing.heads())
-        session.print(f"\n{table_of(results.content['results'])}\n{results.path}")
+        print_on_rank0(f"\n{table_of(results.content['results'])}\n{results.path}")
         chance = 100 / len(images.classes)
-        session.print(f"knn: compare encoders by `mean`, `z` (standardised), k 20; a guess scores {chance:.2f} %")
+        print_on_rank0(f"knn: compare encoders by `mean`, `z` (standardised), k 20; a guess scores {chance:.2f} %")
 
 
 if __name__ == "__main__":

@@ -43,14 +43,17 @@ from downstream.segmentation.models import HEADS, Segmenter, build_segmenter
 from encoders.load import load_encoder, read_first
 from encoders.trained import load
 from util import collectives
+from util.collectives import print_on_rank0
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import check_splits, note_on_small_images
 from util.data.open import marks_of
 from util.evaluate.evaluator import Evaluator
-from util.evaluate.session import Session, session_of_eval
+from util.evaluate.results import folder_of_eval
 from util.flag import Flag
 from util.run.cli import Parser
 from util.run.exits import run_program
+from util.run.processes.distributed import Process
+from util.run.start.folder import join_processes, own_folder
 from util.run.start.plan import Plan
 from util.run.start.run import Run
 from util.run.train.training import Training
@@ -231,9 +234,9 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
     """Trains to the end of the schedule, or evaluates. Returns False if a signal stopped the run before."""
     parser, args = parse_args(argv)
     if args.eval:
-        given = set(parser.given)
-        with session_of_eval(parser, args, given, "this program") as session:
-            return evaluate_only(args, given, session)
+        folder = folder_of_eval(parser, args, "this program")
+        with join_processes(parser, args) as process, own_folder(folder, PROGRAM) as output_dir:
+            return evaluate_only(args, set(parser.given), process, output_dir)
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune") as run:
         process = run.process
         first = read_first(run.encoder, run.resumed, args.rgb_bands, args.in_chans)
@@ -310,7 +313,9 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         return training.train(train_steps, open_loader, [evaluator], lambda: evaluator.summary(name), draw)
 
 
-def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, Any]:
+def evaluate_only(
+    args: argparse.Namespace, given: set[str], process: Process, output_dir: Path | None
+) -> dict[str, Any]:
     """Evaluates the model at --resume on the validation split. given: names of explicit flags."""
     trained = load(args.resume, "segmentation")
     args = common.args_of_model(trained, args, given, MODEL_FLAGS, DATA_FLAGS)
@@ -320,10 +325,10 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
     if info.classes and args.class_names is None:
         classes = ClassList(info.classes, np.array(info.class_colors, np.uint8))
     images = open_split(args, "val")
-    session.print(*images.notes)
+    print_on_rank0(*images.notes)
     windows = SlidingWindows(args.image_scale, args.stride, args.window_weights)
     evaluate_val = partial(evaluate, images=images, classes=classes, windows=windows)
-    return common.evaluate_trained(trained, args, session, images, evaluate_val, describe_scores, PICTURE)
+    return common.evaluate_trained(trained, args, process, output_dir, images, evaluate_val, describe_scores, PICTURE)
 
 
 if __name__ == "__main__":

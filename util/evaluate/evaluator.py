@@ -6,10 +6,10 @@ from typing import Any
 
 from util import collectives
 from util.evaluate.loop import EvalContext, context_of_training
-from util.evaluate.results import RESULTS, Evaluation
+from util.evaluate.results import RESULTS, Evaluation, named_scores, write_results
 from util.run.files import checkpoint
 from util.run.files.record import RunInfo
-from util.run.files.reports import read_json, write_json
+from util.run.files.reports import read_json
 from util.run.train.training import Training
 
 BEST = "checkpoint-best.pth"
@@ -60,18 +60,16 @@ class Evaluator:
         result = self.evaluate(context_of_training(training))
         report = self.report_of(step, result.scores)
         last = {"step": step, **report}
-        content: dict[str, Any] = {"last": last}
+        facts: dict[str, Any] = {}
         if self.best_by:
-            content["best"] = self.save_best(last, result.scores)
+            facts["best"] = self.save_best(last, result.scores)
         if not training.process.is_main:
             return
         if result.picture is not None:
             training.log.picture(self.picture_name, result.picture, step)
-        content["details"] = result.details
-        content["encoder"] = None if training.encoder is None else asdict(training.encoder)
-        content["code"] = training.run.origin.code
+        facts["encoder"] = None if training.encoder is None else asdict(training.encoder)
         try:
-            write_json(training.output_dir / RESULTS, content)
+            write_results(training.output_dir, last, result.details, **facts)
         except OSError as error:
             training.note(f"warning: {RESULTS} could not be written ({error}); the same command writes it again")
         # The log comes last: an evaluation that is not in the log is repeated after a kill.
@@ -80,10 +78,7 @@ class Evaluator:
 
     def report_of(self, step: int, scores: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what the log says of the evaluation of a step."""
-        report: dict[str, Any] = {"epoch": (step - 1) // self.training.loop.steps_per_epoch}
-        for name, value in scores.items():
-            report[f"val_{name}"] = value
-        return report
+        return {"epoch": (step - 1) // self.training.loop.steps_per_epoch, **named_scores(scores)}
 
     def save_best(self, last: dict[str, Any], scores: dict[str, Any]) -> dict[str, Any]:
         """Saves the weights as checkpoint-best.pth if they are better than its own. Returns the better ones' report."""

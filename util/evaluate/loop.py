@@ -1,5 +1,6 @@
 """The evaluation loop: its context, and the batches of images, which the ranks share."""
 
+import argparse
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,11 +12,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from util import collectives
+from util import attention, collectives
 from util.data.datasets import AddressedDataset, stack
 from util.data.loader import Loader
 from util.data.transforms import Normalize, Size
+from util.run.processes.distributed import Process, precision
 from util.run.processes.supervise import BatchesAhead, StopSignal
+from util.run.start.plan import num_workers
 
 if TYPE_CHECKING:
     from util.run.train.training import Training
@@ -64,6 +67,17 @@ def context_of_training(training: "Training") -> EvalContext:
         num_workers=training.plan.num_workers,
         stop_if_asked=training.loop.stop_if_asked,
         stop=training.loop.stop,
+    )
+
+
+def context_of_flags(args: argparse.Namespace, process: Process, normalize: Normalize, batch_size: int) -> EvalContext:
+    """Returns the context of a program that does not train, on this process's device."""
+    attention.prefer(vars(args).get("attention", "auto"), process.device)
+    return EvalContext(
+        normalize=normalize.to(process.device),
+        autocast=precision(args.precision, process.device).autocast,
+        batch_size=batch_size,
+        num_workers=num_workers(args, process),
     )
 
 

@@ -4,6 +4,7 @@ A results file is JSON that is replaced in one step. A run overwrites results.js
 program with many parts grows by each finished part, and the same command continues after the last of them.
 """
 
+import argparse
 import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -13,7 +14,10 @@ import numpy as np
 
 from util import collectives
 from util.code_version import code_version
-from util.run.files.reports import write_json, write_progress
+from util.collectives import print_on_rank0
+from util.pictures import save
+from util.run.cli import Parser
+from util.run.files.reports import read_json, write_json
 from util.text import count_of, shorten
 
 RESULTS = "results.json"
@@ -40,6 +44,52 @@ class Evaluation(NamedTuple):
     scores: dict[str, float]  # for the log and the results file
     details: Mapping[str, Any] = {}  # for the results file alone
     picture: np.ndarray | None = None  # uint8 [H, W, 3], on rank 0 alone
+
+
+def write_results(folder: Path, last: Mapping[str, Any], details: Mapping[str, Any], **facts: Any) -> None:
+    """Writes results.json. last: {"step", "val_top1", ...} of the newest evaluation. facts: more, such as the best."""
+    write_json(folder / RESULTS, {"last": last, **facts, "details": details, "code": code_version()})
+
+
+def finish_evaluation(
+    result: Evaluation, line: str, folder: Path | None, checkpoint: str, step: int | None, picture_name: str = ""
+) -> None:
+    """Prints the scores of a program that does not train, and writes them and the picture to its folder, if any.
+
+    line: the scores. checkpoint, step: of the weights.
+    """
+    print_on_rank0(line)
+    if folder is None or not _is_main():
+        return
+    write_results(folder, {"step": step, **named_scores(result.scores)}, result.details, checkpoint=checkpoint)
+    print_on_rank0(f"all scores: {folder / RESULTS}")
+    if result.picture is not None:
+        save(result.picture, folder / picture_name)
+        print_on_rank0(f"pictures: {folder / picture_name}")
+
+
+def named_scores(scores: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the scores under their names in the log: val_top1, ..."""
+    return {f"val_{name}": value for name, value in scores.items()}
+
+
+def folder_of_eval(parser: Parser, args: argparse.Namespace, origins: str) -> str | None:
+    """Returns the output folder of `--eval` of a training program, which is used only if the command names it.
+
+    Ends the program if the flags do not go with --eval. origins: whose models can be evaluated, for messages.
+    """
+    if args.resume in ("auto", "none"):
+        parser.error(f"--eval needs --resume: a checkpoint of {origins}, or a run's folder")
+    if args.check_data:
+        parser.error("--check_data checks a training: leave out --eval")
+    if "output_dir" not in parser.given:
+        return None
+    if (Path(args.output_dir) / "settings.json").exists():
+        parser.error(f"--output_dir {args.output_dir} holds a run, whose results --eval would replace: choose another")
+    before = read_json(Path(args.output_dir) / RESULTS)
+    if before and before.get("checkpoint") != args.resume:
+        parser.error(f"--output_dir {args.output_dir} holds results of {before.get('checkpoint')}: choose another")
+    return args.output_dir
 
 
 class ResultsFile:
@@ -89,7 +139,6 @@ class ResultsFile:
         self.parts[name] = result
         if _is_main():
             write_json(self.path, self.content)
-            write_progress(self.path.parent, len(self.parts))
 
     def _read(self) -> dict[str, Any]:
         """Returns the parts that an earlier start has finished."""

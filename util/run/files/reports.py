@@ -1,4 +1,4 @@
-"""The JSON files of a run: settings, results, reports, progress, state."""
+"""The JSON files of a run: settings, results, reports, state."""
 
 import json
 import socket
@@ -13,7 +13,6 @@ from util.text import printable
 
 STATE = "run.json"
 LOG = "log.txt"
-PROGRESS = ".progress"  # says how far the run is
 # What a run that starts anew would replace or continue. The log comes last: see `set_aside_earlier_run`.
 REPORTS = (
     "results.json",
@@ -106,12 +105,3 @@ def record_failure(output_dir: Path, why: str, **values: object) -> None:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} error: {printable(' '.join(why.split()))}\n")
     if before.get("state", "failed") != "failed":
         write_state(output_dir, "failed", why, **values)
-
-
-def write_progress(output_dir: str | Path, progress: object) -> None:
-    """Writes how far the run is. A SLURM job is not requeued after a few starts that have not changed this.
-
-    OSError is ignored: without the file, one requeue is lost at most.
-    """
-    with suppress(OSError), replaced_file(Path(output_dir) / PROGRESS) as temporary:
-        temporary.write_text(f"{progress}\n")

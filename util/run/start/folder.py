@@ -4,26 +4,30 @@ import argparse
 import os
 import shlex
 import shutil
+import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 
 from util import collectives
 from util.code_version import code_version, source_hash
 from util.data.folders import refuse_inside_data
+from util.data.workers import SIGNALS
 from util.run.cli import Parser
 from util.run.exits import CheckpointError, user_errors
 from util.run.files import checkpoint, search
 from util.run.files.lock import lock_folder, make_writable_folder
 from util.run.files.record import StartInfo
+from util.run.files.reports import STATE, read_json, write_state
 from util.run.processes import distributed
-from util.run.processes.supervise import collective_timeout
 from util.text import shorten
 from util.urls import redact
 
@@ -32,36 +36,84 @@ LEFTOVERS = (".*.tmp-*", "attention/.*.tmp-*", ".shared-*")
 
 
 @contextmanager
-def exit_on_setup_errors(parser: Parser) -> Iterator[ExitStack]:
-    """Errors of the user inside end the program, which leaves its process group.
+def join_processes(
+    parser: Parser,
+    args: argparse.Namespace,
+    check: Callable[[argparse.Namespace], None] | None = None,
+    timeout_minutes: float = 240,
+    join_timeout: float = 600,
+) -> Iterator[distributed.Process]:
+    """Joins the process group. Errors of the user inside end the program with one paragraph and an exit code.
 
-    It yields a stack for what is to be closed at the end, such as the lock of the output folder.
+    ValueError on all ranks if they were started with other flags, code or torch. check: refuses flags of the program
+    before its folder is touched. timeout_minutes: of a collective; by default the other ranks may wait while rank 0
+    counts up to four million files. join_timeout: seconds.
     """
+    try:
+        with user_errors(parser):
+            process = distributed.init_process(args.device, timeout_minutes, join_timeout)
+            refuse_different_starts(parser, args)
+            if check is not None:
+                check(args)
+            yield process
+    except SystemExit:
+        distributed.shut_down(after_error=True)
+        raise
+    distributed.shut_down()
+
+
+@contextmanager
+def own_folder(path: str | Path | None, program: str) -> Iterator[Path | None]:
+    """Creates and locks the output folder of a program without checkpoints, whose run.json says how the program ends.
+
+    All ranks must call it. path: None if it has none. ValueError on all ranks if the folder cannot be written to or is
+    in use by another process.
+    """
+    if path is None:
+        yield None
+        return
     with ExitStack() as stack:
-        try:
-            with user_errors(parser):
-                yield stack
-        except SystemExit:
-            distributed.shut_down(after_error=True)
-            raise
+
+        def create_and_lock() -> Path:
+            folder = make_writable_folder(path)
+            file, notes = lock_folder(folder)
+            stack.enter_context(file)
+            collectives.print_on_rank0(*notes)
+            return folder
+
+        folder = collectives.run_on_rank0(create_and_lock)
+        rank, _ = collectives.rank_and_world_size()
+        if rank == 0 and read_json(folder / STATE).get("program", program) == program:
+            stack.enter_context(reported_state(folder, program))
+        yield folder
 
 
-def take_folder(path: str | Path, stack: ExitStack) -> Path:
-    """Creates and locks the output folder of a program without checkpoints. All ranks must call it.
+@contextmanager
+def reported_state(folder: Path, program: str) -> Iterator[None]:
+    """Writes to run.json that the program runs, and how it ends.
 
-    stack: frees the folder when it is closed. ValueError on all ranks if the folder cannot be written to or is in use
-    by another process.
+    A signal that ends the program does so at once, as if it were not handled.
     """
+    previous: dict[int, Any] = {}  # handlers
 
-    def create_and_lock() -> Path:
-        folder = make_writable_folder(path)
-        file, notes = lock_folder(folder)
-        stack.enter_context(file)
-        for note in notes:
-            print(note, flush=True)
-        return folder
+    def report(number: int, frame: FrameType | None) -> None:
+        write_state(folder, "stopped", why=signal.Signals(number).name)
+        signal.signal(number, previous[number])
+        signal.raise_signal(number)
 
-    return collectives.run_on_rank0(create_and_lock)
+    write_state(folder, "running", program=program)
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as of HUP under nohup
+            previous[number] = signal.signal(number, report)
+    try:
+        yield
+    except Exception as error:
+        write_state(folder, "failed", why=str(error))
+        raise
+    finally:
+        for handled, handler in previous.items():
+            signal.signal(handled, handler)
+    write_state(folder, "finished")
 
 
 def find_checkpoint(output_dir: str | Path, resume: str, adopts: bool = True) -> tuple[Path | None, list[str]]:
@@ -119,14 +171,6 @@ def adopt_unfinished(output_dir: str | Path) -> list[str]:
             outcome = f"not used: {problem}"
         remarks.append(f"warning: {path.name} had no .json; {outcome}")
     return remarks
-
-
-def join_processes(parser: Parser, args: argparse.Namespace) -> distributed.Process:
-    """Joins the process group. ValueError on all ranks if they were started with other flags, code or torch."""
-    minutes = collective_timeout(args.dist_timeout, distributed.may_compile(args.compile, args.device))
-    process = distributed.init_process(args.device, minutes, max(60, args.dist_timeout))
-    refuse_different_starts(parser, args)
-    return process
 
 
 def enter_folder(args: argparse.Namespace, stack: ExitStack) -> tuple[Path, Path | None, list[str]]:

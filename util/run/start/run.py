@@ -3,7 +3,7 @@
 import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,13 +23,12 @@ from util.run.cli import Parser
 from util.run.files.record import CheckpointInfo, DataInfo, EncoderSource, RunInfo, StartInfo
 from util.run.files.reports import record_failure
 from util.run.processes.distributed import Process, may_compile
-from util.run.processes.supervise import Watchdog, first_timeout
+from util.run.processes.supervise import Watchdog, collective_timeout, first_timeout
 from util.run.start.folder import (
     check_space,
     checkpoint_bytes,
     describe_start,
     enter_folder,
-    exit_on_setup_errors,
     join_processes,
 )
 from util.run.start.plan import Plan, RunSchedule, decide_compilation, make_plan
@@ -86,9 +85,11 @@ class Run:
         check: refuses the program's own flags before the folder is touched. default_batch_size, fitting_batch: see
         `make_plan`.
         """
-        with exit_on_setup_errors(parser) as stack:
-            process = join_processes(parser, args)
-            patience = first_timeout(args.dist_timeout, may_compile(args.compile, args.device))
+        compiles = may_compile(args.compile, args.device)
+        minutes = collective_timeout(args.dist_timeout, compiles)
+        patience = first_timeout(args.dist_timeout, compiles)
+        joined = join_processes(parser, args, timeout_minutes=minutes, join_timeout=max(60, args.dist_timeout))
+        with joined as process, ExitStack() as stack:
             record = partial(record_failure, Path(args.output_dir))
             with Watchdog(args.dist_timeout, patience, process.rank, record) as watchdog:
                 watchdog.set_up("output folder")

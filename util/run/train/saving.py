@@ -16,7 +16,7 @@ import torch
 from util.collectives import all_reduce_sum, run_on_rank0
 from util.run.files import checkpoint, search
 from util.run.files.record import CheckpointInfo
-from util.run.files.reports import write_progress, write_state
+from util.run.files.reports import write_state
 from util.run.processes.supervise import SETUP_TIMEOUT
 from util.run.start.plan import RunSchedule
 from util.run.start.run import Run
@@ -209,7 +209,6 @@ class CheckpointSaver:
     ) -> str:
         """For the thread. Returns a note for the log, or "". OSError if the write fails."""
         path = checkpoint.save_checkpoint(self.output_dir, step, state, info.to_json(), self.is_kept(step))
-        write_progress(self.output_dir, step)
         write_state(self.output_dir, step=step)
         try:
             checkpoint.prune_checkpoints(self.output_dir, needed_steps)

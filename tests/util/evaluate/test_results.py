@@ -12,14 +12,14 @@ import os
 import signal
 import sys
 from util.evaluate.results import ResultsFile
-from util.evaluate.session import evaluation_session
 from util.flag import Flag
 from util.run.cli import Parser
+from util.run.start.folder import join_processes, own_folder
 from pathlib import Path
 
 parser = Parser("program.py", "", Flag("device", str, "cpu"))
 folder = Path(sys.argv[1])
-with evaluation_session(parser, parser.parse_args([]), folder):
+with join_processes(parser, parser.parse_args([])), own_folder(folder, parser.prog):
     results = ResultsFile(folder / "results.json", "a.pth", "0", {{}}, lambda parts: {{}})
     results.add("first", 1.0)
     {end}
