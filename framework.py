@@ -45,7 +45,7 @@ class Framework(nn.Module):
     shared_visible: ClassVar[bool] = False  # whether all images of a batch have the same visible tokens
     needs_attention: ClassVar[bool] = False  # whether it draws tokens by attention alone (AMT)
     flags: tuple[Flag, ...] = ()
-    compiled_methods: ClassVar[tuple[str, ...]] = ("embed_visible",)  # by --compile, beside all blocks
+    compiled_methods: ClassVar[tuple[str, ...]] = ()  # names of those that --compile compiles, beside all blocks
     views: Any = None  # a method that draws predictions, if they are no pixels: see `frameworks.views`
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -108,16 +108,6 @@ class Framework(nn.Module):
         """Returns the aggregation of the method's arguments, for features of width `dim`."""
         method = self.method
         return SpatialAggregation(dim, method.kernel_size, method.aggregation, method.applies_to)
-
-    def embed_visible(self, patches: Tensor, order: TokenOrder) -> Tensor:
-        """Embeds the visible ones of all patches [B, N, p*p*C], with positions. Returns [B, num_visible, D].
-
-        It is for encoders that have a table of positions, or rotate by them.
-        """
-        tokens = self.patch_embed(order.take_visible(patches))
-        if self.pos_embed is None:
-            return tokens
-        return tokens + order.take_visible(self.patch_positions)
 
     def supervised(self, order: TokenOrder) -> Tensor:
         """Returns the tokens that are predicted and supervised, bool [B, N] in raster order: masked, or retained."""
@@ -190,51 +180,6 @@ class Framework(nn.Module):
         load_strict(self, weights, f"{self.release} weights", optional="aggregation.")
 
 
-def weights_in(content: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the weights in the content of a release's file: its `model`, its `state_dict`, or all of it."""
-    return dict(content.get("model", content.get("state_dict", content)))
-
-
-DECODER_FLAGS = (  # of MAE, MFF and CrossMAE, whose constructors use `decoder_heads`
-    Flag("decoder_depth", int, help="blocks of the decoder (default: the model's)"),
-    Flag("decoder_embed_dim", int, help="width of the decoder (default: the model's)"),
-    Flag("decoder_num_heads", int, help="heads of a decoder block (default: one per 32 channels)"),
-    Flag("mask_unit", int, help="side, in tokens, of the squares that are masked (default: 1)"),
-)
-
-TOKEN_FLAGS = (  # of MAE and MFF
-    Flag("num_cls_tokens", int, help="class tokens of encoder and decoder (default: 1)"),
-    Flag(
-        "learned_pos_embed",
-        bool,
-        help="train the positions of encoder and decoder (default: frozen sine-cosine tables)",
-    ),
-)
-
-
-def decoder_heads(embed_dim: int, depth: int, num_heads: int | None) -> int:
-    """Returns the heads of a decoder: `num_heads`, or one per 32 channels. ValueError for impossible sizes."""
-    if embed_dim < 1 or depth < 1 or (num_heads is not None and num_heads < 1):
-        raise ValueError(f"decoder sizes must be at least 1, got {embed_dim}, {depth} and {num_heads}")
-    if num_heads is not None:
-        return num_heads
-    if embed_dim % 32:
-        raise ValueError(
-            f"decoder_embed_dim must be a multiple of 32, which is the width of a head, got {embed_dim}; "
-            "for heads of another width set decoder_num_heads"
-        )
-    return embed_dim // 32
-
-
-def check_blocks(name: str, numbers: Sequence[int], depth: int) -> tuple[int, ...]:
-    """Returns the numbers of some blocks. ValueError unless they increase from 0 or more to the last of `depth`."""
-    numbers = tuple(numbers)
-    increases = numbers == tuple(sorted(set(numbers)))
-    if not increases or not numbers or numbers[0] < 0 or numbers[-1] != depth - 1:
-        raise ValueError(f"{name} must increase from 0 or more to the last block {depth - 1}, got {numbers}")
-    return numbers
-
-
 class PixelFramework(Framework):
     """What frameworks share that predict the pixels of each token, or other values of it.
 
@@ -245,7 +190,7 @@ class PixelFramework(Framework):
     `patchify`.
     """
 
-    compiled_methods: ClassVar[tuple[str, ...]] = ("embed_visible", "forward_loss")
+    compiled_methods: ClassVar[tuple[str, ...]] = ("forward_loss",)
 
     def token_pixels(self, imgs: Tensor) -> Tensor:
         """Returns the pixels of each token [B, N, p*p*C]. GreenMIM's tokens are larger than its patches.
@@ -346,6 +291,34 @@ class PixelFramework(Framework):
         return order.restore(pred), self.supervised(order)
 
 
+def weights_in(content: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the weights in the content of a release's file: its `model`, its `state_dict`, or all of it."""
+    return dict(content.get("model", content.get("state_dict", content)))
+
+
+def decoder_heads(embed_dim: int, depth: int, num_heads: int | None) -> int:
+    """Returns the heads of a decoder: `num_heads`, or one per 32 channels. ValueError for impossible sizes."""
+    if embed_dim < 1 or depth < 1 or (num_heads is not None and num_heads < 1):
+        raise ValueError(f"decoder sizes must be at least 1, got {embed_dim}, {depth} and {num_heads}")
+    if num_heads is not None:
+        return num_heads
+    if embed_dim % 32:
+        raise ValueError(
+            f"decoder_embed_dim must be a multiple of 32, which is the width of a head, got {embed_dim}; "
+            "for heads of another width set decoder_num_heads"
+        )
+    return embed_dim // 32
+
+
+def check_blocks(name: str, numbers: Sequence[int], depth: int) -> tuple[int, ...]:
+    """Returns the numbers of some blocks. ValueError unless they increase from 0 or more to the last of `depth`."""
+    numbers = tuple(numbers)
+    increases = numbers == tuple(sorted(set(numbers)))
+    if not increases or not numbers or numbers[0] < 0 or numbers[-1] != depth - 1:
+        raise ValueError(f"{name} must increase from 0 or more to the last block {depth - 1}, got {numbers}")
+    return numbers
+
+
 def rename_prefixes(weights: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
     """Returns a state dict whose keys begin with the values of `prefixes` where they began with its keys."""
     renamed = {}
@@ -356,3 +329,20 @@ def rename_prefixes(weights: Mapping[str, Tensor], prefixes: Mapping[str, str]) 
                 break
         renamed[name] = value
     return renamed
+
+
+DECODER_FLAGS = (  # of MAE, MFF and CrossMAE, whose constructors use `decoder_heads`
+    Flag("decoder_depth", int, help="blocks of the decoder (default: the model's)"),
+    Flag("decoder_embed_dim", int, help="width of the decoder (default: the model's)"),
+    Flag("decoder_num_heads", int, help="heads of a decoder block (default: one per 32 channels)"),
+    Flag("mask_unit", int, help="side, in tokens, of the squares that are masked (default: 1)"),
+)
+
+TOKEN_FLAGS = (  # of MAE and MFF
+    Flag("num_cls_tokens", int, help="class tokens of encoder and decoder (default: 1)"),
+    Flag(
+        "learned_pos_embed",
+        bool,
+        help="train the positions of encoder and decoder (default: frozen sine-cosine tables)",
+    ),
+)

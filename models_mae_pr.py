@@ -4,6 +4,7 @@
 """
 
 from functools import partial
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -46,6 +47,7 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
 
     release = "MAE"
     flags: tuple[Flag, ...] = (*DECODER_FLAGS, *TOKEN_FLAGS)
+    compiled_methods: ClassVar[tuple[str, ...]] = ("embed_visible", "forward_loss")
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
         )
         method = Method(mask_ratio, throw_ratio, progressive, kernel_size, aggregation, applies_to)
         self.use_method(method, norm_pix_loss, mask_unit, has_invalid)
-        self.decoder_embed_dim = decoder_embed_dim
+        self.decoder_embed_dim = decoder_embed_dim  # flags, whose values are recorded
         self.decoder_depth = decoder_depth
         self.decoder_num_heads = decoder_heads(decoder_embed_dim, decoder_depth, decoder_num_heads)
         self.decoder = ProgressiveDecoder(
@@ -119,8 +121,8 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
 
     def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
         """Encodes the visible ones of all patches [B, N, p*p*C]. Returns [B, P + num_visible, D], class token first."""
-        tokens = self.embed_visible(patches, order)
-        return self.norm(self.encode(tokens, self.rotation(order.ids_visible)))
+        tokens = self.embed_visible(patches, order.ids_visible)
+        return self.norm(self.encode(tokens, self.relative_positions(order.ids_visible)))
 
     def forward_decoder(self, latent: Tensor, order: TokenOrder, all_tokens: bool = False) -> Tensor:
         """Predicts the supervised tokens, or all, from the latent. Returns [B, n, p*p*C] in token order."""

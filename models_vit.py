@@ -124,7 +124,10 @@ class Attention(nn.Module):
         if dim % num_heads:
             raise ValueError(f"width {dim} does not divide into {num_heads} heads")
         self.num_heads = num_heads
-        self.plain_heads = (num_heads, dim // num_heads)  # number and width: see `choose_attention`
+        self.plain_heads = (
+            num_heads,
+            dim // num_heads,
+        )  # number, width: --attention picks the kernel by them
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
         bias_mask: Tensor | None = None
@@ -199,13 +202,6 @@ class Block(nn.Module):
     def cls_attention(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
         """Returns how much the class token attends to the patches in this block, [B, heads, n] for x [B, 1 + n, C]."""
         return self.attn.cls_attention(self.norm1(x), rotation)
-
-
-def run_block(block: nn.Module, x: Tensor, rotation: Tensor | None) -> Tensor:
-    """Calls a block on x [B, n, C], with the rotation of its queries and keys if there is one."""
-    if rotation is None:
-        return block(x)
-    return block(x, rotation)
 
 
 def make_drop_path(rate: float) -> nn.Module:
@@ -378,8 +374,15 @@ class ViTEncoder(nn.Module):
             return tokens
         return tokens + self.patch_positions
 
-    def rotation(self, ids: Tensor | None = None, size: Sequence[int] | None = None) -> Tensor | None:
-        """Returns how queries and keys of class tokens and of the patches `ids` [B, n] are rotated, or None.
+    def embed_visible(self, patches: Tensor, ids: Tensor) -> Tensor:
+        """Embeds those of all patches [B, N, p*p*C] that are at raster `ids` [B, n], with positions: [B, n, D]."""
+        tokens = self.patch_embed(take_tokens(patches, ids))
+        if self.pos_embed is None:
+            return tokens
+        return tokens + take_tokens(self.patch_positions, ids)
+
+    def relative_positions(self, ids: Tensor | None = None, size: Sequence[int] | None = None) -> Tensor | None:
+        """Returns what blocks take beside class tokens and the patches `ids` [B, n]: rotations if `rotary`, or None.
 
         ids: raster numbers; by default all patches. size: (height, width) of the images in pixels, by default
         `img_size`. See `util.pos_embed.rotate`.
@@ -396,14 +399,14 @@ class ViTEncoder(nn.Module):
         unrotated = rotary_table(head_width, (1, 1), table.device, dtype)  # the centre is the origin
         return torch.cat([unrotated.expand(len(table), self.num_cls_tokens, -1), table], dim=1)
 
-    def encode(self, tokens: Tensor, rotation: Tensor | None = None) -> Tensor:
-        """Runs the blocks on embedded tokens with positions [B, n, D], which have this rotation.
+    def encode(self, tokens: Tensor, relative: Tensor | None = None) -> Tensor:
+        """Runs the blocks on embedded tokens with positions [B, n, D], and `relative_positions`.
 
         Returns [B, P + n, D], class tokens first, before the final norm.
         """
         x = self.prepend_cls_token(tokens)
         for block in self.blocks:
-            x = run_block(block, x, rotation)
+            x = block(x, relative)
         return x
 
     def prepend_cls_token(self, tokens: Tensor) -> Tensor:
@@ -416,7 +419,7 @@ class ViTEncoder(nn.Module):
 
     def forward_features(self, imgs: Tensor) -> Tensor:
         """Computes features [B, P + N, D] of normalised images [B, C, H, W], class tokens first, after the norm."""
-        return self.norm(self.encode(self.embed(imgs), self.rotation(size=imgs.shape[-2:])))
+        return self.norm(self.encode(self.embed(imgs), self.relative_positions(size=imgs.shape[-2:])))
 
     def cls_attention(self, imgs: Tensor) -> Tensor:
         """Returns how much the first class token attends to the patches in the last block, float [B, heads, N].
@@ -424,10 +427,10 @@ class ViTEncoder(nn.Module):
         imgs: normalised images [B, C, H, W], of which all patches are visible.
         """
         x = self.prepend_cls_token(self.embed(imgs))
-        rotation = self.rotation(size=imgs.shape[-2:])
+        relative = self.relative_positions(size=imgs.shape[-2:])
         for block in self.blocks[:-1]:
-            x = run_block(block, x, rotation)
-        attention = self.blocks[-1].cls_attention(x, rotation)  # to other class tokens, too
+            x = block(x, relative)
+        attention = self.blocks[-1].cls_attention(x, relative)  # to other class tokens, too
         return attention[..., self.num_cls_tokens - 1 :]
 
     def freeze_all_but(self, trainable_blocks: int, has_new_bands: bool = False) -> None:

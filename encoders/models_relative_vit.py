@@ -4,6 +4,7 @@ Positions enter as learned biases of the attention logits. The outputs of attent
 State-dict names are those of SimMIM's releases.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -206,32 +207,11 @@ class RelativeViTEncoder(ViTEncoder):
             )
         return super().input_parameters()
 
-    def encode(self, tokens: Tensor, ids: Tensor | None = None) -> Tensor:
-        """Runs the blocks on embedded tokens [B, n, D], which lie at raster `ids` [B, n]. None means all tokens.
-
-        Returns [B, 1 + n, D], class token first, before the final norm.
-        """
-        x, bias = self.start(tokens, ids)
-        for block in self.blocks:
-            x = block(x, bias)
-        return x
-
-    def start(self, tokens: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Returns the input of the first block [B, 1 + n, D] and the bias that all blocks share, if they share one."""
-        x = self.prepend_cls_token(tokens)
+    def relative_positions(self, ids: Tensor | None = None, size: Sequence[int] | None = None) -> Tensor | None:
+        """Returns the biases of the logits that all blocks share, if they share them."""
         if self.rel_pos_bias is None:
-            return x, None
-        return x, self.rel_pos_bias(ids)
-
-    def cls_attention(self, imgs: Tensor) -> Tensor:
-        """Returns how much the class token attends to the patches in the last block, float [B, heads, N].
-
-        imgs: normalised images [B, C, H, W], of which all patches are visible.
-        """
-        x, bias = self.start(self.embed(imgs))
-        for block in self.blocks[:-1]:
-            x = block(x, bias)
-        return self.blocks[-1].cls_attention(x, bias)
+            return None
+        return self.rel_pos_bias(ids)
 
 
 def init_weights_simmim(encoder: ViTEncoder, limit: float) -> None:

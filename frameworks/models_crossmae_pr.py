@@ -68,6 +68,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
 
     release = "CrossMAE"
     flags = (*DECODER_FLAGS, VISIBLE_SOURCE)
+    compiled_methods = ("embed_visible", "forward_loss")
 
     def __init__(
         self,
@@ -149,7 +150,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
 
     def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
         """Encodes the visible ones of all patches [B, N, p*p*C]. Returns the levels [k, B, 1 + num_visible, D]."""
-        tokens = self.embed_visible(patches, order)
+        tokens = self.embed_visible(patches, order.ids_visible)
         return self.encode_levels(tokens)
 
     def encode_levels(self, tokens: Tensor) -> Tensor:

@@ -136,10 +136,10 @@ class LocalMIMViT(Framework, ViTEncoder):
 
     def forward_encoder(self, imgs: Tensor, order: TokenOrder) -> list[Tensor]:
         """Returns the latents of the visible tokens at the four levels, [B, 1 + num_visible, D] each."""
-        tokens = self.embed_visible(self.patchify(imgs), order)
+        tokens = self.embed_visible(self.patchify(imgs), order.ids_visible)
         return self.encode(tokens)
 
-    def encode(self, tokens: Tensor, rotation: Tensor | None = None) -> list[Tensor]:
+    def encode(self, tokens: Tensor, relative: Tensor | None = None) -> list[Tensor]:
         """Returns the outputs of the four levels after their norms, [B, 1 + n, D] each, class token first."""
         x = self.prepend_cls_token(tokens)
         norms = iter(self.norm)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from encoders.names import from_mmpretrain
 from framework import check_blocks
 from models_mae_pr import MaskedAutoencoderViT
-from models_vit import BASE, MICRO, MINI, init_weights, run_block
+from models_vit import BASE, MICRO, MINI, init_weights
 
 __all__ = ["MFFMaskedAutoencoderViT", "mff_vit_micro_patch4", "mff_vit_mini_patch4", "mff_vit_base_patch16"]
 
@@ -96,13 +96,13 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
         self.proj_weights = nn.Parameter(torch.ones(len(self.fused_blocks), 1, 1, 1))
         init_weights(self.proj_layers)
 
-    def encode(self, tokens: Tensor, rotation: Tensor | None = None) -> Tensor:
+    def encode(self, tokens: Tensor, relative: Tensor | None = None) -> Tensor:
         """Runs the blocks on embedded tokens with positions [B, n, D], and mixes the levels to [B, 1 + n, D]."""
         x = self.prepend_cls_token(tokens)
         projections = iter(self.proj_layers)
         levels: list[Tensor] = []
         for i, block in enumerate(self.blocks):
-            x = run_block(block, x, rotation)
+            x = block(x, relative)
             if i == len(self.blocks) - 1:
                 levels.append(x)
             elif i in self.fused_blocks:
@@ -117,7 +117,7 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
 
     def forward_features(self, imgs: Tensor) -> Tensor:
         """Returns the features of the last block alone, as the encoder is fine-tuned, [B, 1 + N, D] after the norm."""
-        return self.norm(super().encode(self.embed(imgs), self.rotation(size=imgs.shape[-2:])))
+        return self.norm(super().encode(self.embed(imgs), self.relative_positions(size=imgs.shape[-2:])))
 
     def no_weight_decay(self) -> set[str]:
         return {"cls_token", "decoder.mask_token"}  # as in the release: `proj_weights` decay

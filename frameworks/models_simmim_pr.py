@@ -134,7 +134,7 @@ class SimMIMViT(SimMIMOnViT, RelativeViTEncoder):
 
     def encode_kept(self, tokens: Tensor, order: TokenOrder) -> Tensor:
         """Thrown tokens have no row and no column in the bias."""
-        return self.encode(tokens, order.ids_kept)
+        return self.encode(tokens, self.relative_positions(order.ids_kept))
 
     def no_weight_decay(self) -> set[str]:
         return {"cls_token"}  # as in the release: the mask token and the bias table decay

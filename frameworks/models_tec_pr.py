@@ -158,13 +158,15 @@ class TECViT(Framework, ViTEncoder):
         """Returns the teacher, see the class. ValueError if it reads other images than the student."""
         if teacher is None:
             teacher = Teacher(
-                img_size=self.img_size,
-                patch_size=self.patch_size,
-                in_chans=self.in_chans,
-                embed_dim=self.embed_dim,
-                depth=len(self.blocks),
-                num_heads=self.blocks[0].attn.num_heads,
-                mlp_ratio=self.mlp_ratio,
+                dict(
+                    img_size=self.img_size,
+                    patch_size=self.patch_size,
+                    in_chans=self.in_chans,
+                    embed_dim=self.embed_dim,
+                    depth=len(self.blocks),
+                    num_heads=self.blocks[0].attn.num_heads,
+                    mlp_ratio=self.mlp_ratio,
+                )
             )
         elif not isinstance(teacher, Teacher):
             teacher = open_teacher(teacher, self.img_size, self.patch_size)
@@ -195,10 +197,10 @@ class TECViT(Framework, ViTEncoder):
 
     def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
         """Returns the adapted latent of the visible ones of all patches, [B, 1 + num_visible, D]."""
-        tokens = self.embed_visible(patches, order)
+        tokens = self.embed_visible(patches, order.ids_visible)
         return self.encode(tokens)
 
-    def encode(self, tokens: Tensor, rotation: Tensor | None = None) -> Tensor:
+    def encode(self, tokens: Tensor, relative: Tensor | None = None) -> Tensor:
         """Returns the fused outputs of all blocks on embedded tokens [B, n, D], [B, 1 + n, D], class token first."""
         x = self.prepend_cls_token(tokens)
         levels = []

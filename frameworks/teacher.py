@@ -20,26 +20,41 @@ from util.text import close_to
 
 
 class Teacher(ViTEncoder):
-    """A ViT without gradients that is always in eval mode. Arguments are those of `ViTEncoder`.
+    """A ViT without gradients that is always in eval mode.
 
-    Attributes: `source`: path of the checkpoint with its weights, or the name of a timm model; None if untrained.
-    `origin`: a sentence for the log about the weights. `fingerprint`: identifies the weights; None if untrained.
-    `statistics`: mean and deviation by which its images must be normalised; None if they are not known.
+    sizes: arguments of `ViTEncoder`. weights: those of its file; None if it is untrained. source: path of the file, or
+    the name of a timm model. fingerprint: identifies the weights. statistics: mean and deviation by which its images
+    must be normalised; None if they are not known. Images of RGB are normalised with ImageNet's until `renormalize`
+    says otherwise.
+
+    Attributes: `origin`: a sentence for the log about the weights. `statistics`: those of the images it now takes.
     """
 
-    source: str | None = None
-    origin: str = "untrained"
-    fingerprint: str | None = None
-    statistics: tuple[Sequence[float], Sequence[float]] | None = None
     unused_keys = ("norm.",)  # the targets are outputs of blocks
 
-    def __init__(self, **sizes: Any) -> None:
+    def __init__(
+        self,
+        sizes: Mapping[str, Any],
+        weights: Weights | None = None,
+        source: str | None = None,
+        fingerprint: str | None = None,
+        statistics: tuple[Sequence[float], Sequence[float]] | None = None,
+    ) -> None:
         super().__init__(**sizes)
         self.num_heads: int = self.blocks[0].attn.num_heads
         if len(self.blocks) < 2:
             raise ValueError("a teacher needs two blocks: its features are the mean of the outputs of the last two")
         self.norm = nn.Identity()
         self.requires_grad_(False).eval()
+        self.source = source
+        self.fingerprint = fingerprint
+        self.origin = "untrained"
+        self.statistics = statistics
+        if weights is not None:
+            report = load_encoder(self, weights)
+            self.origin = f"teacher {weights.what}, width {self.embed_dim}, {len(self.blocks)} blocks: {report}"
+            if self.in_chans == 3:
+                self.renormalize(IMAGENET_MEAN, IMAGENET_STD)
 
     @torch.no_grad()
     def forward(
@@ -141,11 +156,8 @@ def open_teacher(source: str | Path, img_size: tuple[int, int], patch_size: int)
 def _open_checkpoint(source: str, img_size: tuple[int, int], patch_size: int) -> Teacher:
     weights = read(source)
     path = Path(weights.path)
-    teacher = _build_teacher(weights, img_size, patch_size)
-    _fold_normalization(teacher, weights.settings)
-    teacher.source = str(path.parent.resolve() / path.name)
-    teacher.fingerprint = search.sha256(path)
-    return teacher
+    name = str(path.parent.resolve() / path.name)
+    return _build_teacher(weights, weights.settings, name, search.sha256(path), img_size, patch_size)
 
 
 def _open_timm_model(name: str, img_size: tuple[int, int], patch_size: int) -> Teacher:
@@ -159,14 +171,18 @@ def _open_timm_model(name: str, img_size: tuple[int, int], patch_size: int) -> T
         raise ValueError(f"teacher {name!r} is a {type(theirs).__name__}; a teacher must be a plain ViT")
     settings = {"num_heads": theirs.blocks[0].attn.num_heads}
     weights = Weights(name, theirs.state_dict(), CheckpointInfo(settings))
-    teacher = _build_teacher(weights, img_size, patch_size)
-    _fold_normalization(teacher, theirs.pretrained_cfg)
-    teacher.source = name
-    teacher.fingerprint = name
-    return teacher
+    return _build_teacher(weights, theirs.pretrained_cfg, name, name, img_size, patch_size)
 
 
-def _build_teacher(weights: Weights, img_size: tuple[int, int], patch_size: int) -> Teacher:
+def _build_teacher(
+    weights: Weights,
+    pixels: Mapping[str, Any],
+    source: str,
+    fingerprint: str,
+    img_size: tuple[int, int],
+    patch_size: int,
+) -> Teacher:
+    """pixels: `mean` and `std` of the teacher's images; by default those of RGB are ImageNet's."""
     label = f"teacher {weights.what}"
     if weights.kind is not PLAIN:
         raise ValueError(f"{label} is {weights.kind.name}; a teacher must be a plain ViT")
@@ -177,24 +193,10 @@ def _build_teacher(weights: Weights, img_size: tuple[int, int], patch_size: int)
         raise ValueError(
             f"{label} cuts patches of {sizes['patch_size']} px, the student of {patch_size}: tokens must be the same"
         )
+    statistics = None
+    if pixels.get("mean"):
+        statistics = (pixels["mean"], pixels["std"])
+    elif sizes["in_chans"] == 3:
+        statistics = (IMAGENET_MEAN, IMAGENET_STD)
     with torch.random.fork_rng(devices=[]):  # the student's first weights must not depend on the teacher's size
-        teacher = Teacher(**{**sizes, "img_size": img_size})
-    report = load_encoder(teacher, weights)
-    teacher.origin = f"{label}, width {teacher.embed_dim}, {len(teacher.blocks)} blocks: {report}"
-    return teacher
-
-
-def _fold_normalization(teacher: Teacher, settings: Mapping[str, Any]) -> None:
-    """Folds the change from ImageNet's pixel normalisation to the teacher's own into its patch embedding.
-
-    RGB images of a student are normalised with ImageNet's mean and standard deviation, unless the run says otherwise
-    later. `settings` hold the teacher's own as `mean` and `std`; without them they are ImageNet's. A teacher of other
-    channels keeps its own.
-    """
-    mean = settings.get("mean")
-    std = settings.get("std")
-    if teacher.in_chans == 3:
-        teacher.statistics = (mean or IMAGENET_MEAN, std or IMAGENET_STD)
-        teacher.renormalize(IMAGENET_MEAN, IMAGENET_STD)
-    elif mean:
-        teacher.statistics = (mean, settings["std"])
+        return Teacher({**sizes, "img_size": img_size}, weights, source, fingerprint, statistics)

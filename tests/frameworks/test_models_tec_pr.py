@@ -30,7 +30,7 @@ ARMS = [(0.0, True), (0.5, False), (0.5, True)]
 def build(throw_ratio=0.5, progressive=True, teacher=None, **options):
     torch.manual_seed(0)
     if teacher is None:  # of another size than the student
-        teacher = Teacher(img_size=32, patch_size=8, embed_dim=20, depth=3, num_heads=5)
+        teacher = Teacher(dict(img_size=32, patch_size=8, embed_dim=20, depth=3, num_heads=5))
     model = TECViT(
         **SIZES | options,
         throw_ratio=throw_ratio,

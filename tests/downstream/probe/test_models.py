@@ -48,7 +48,7 @@ def write_pretrained(folder, name, **changes):
 def options_of(name, monkeypatch):
     """The settings that a framework needs for a model without files."""
     if name.startswith("tec"):
-        monkeypatch.setattr("frameworks.models_tec_pr.open_teacher", lambda *_: Teacher(**MICRO))
+        monkeypatch.setattr("frameworks.models_tec_pr.open_teacher", lambda *_: Teacher(MICRO))
         return {"teacher": "t", "throw_ratio": 0.3}
     if name.startswith("simmim_swin"):
         return {"throw_ratio": 0.0}
