@@ -1,4 +1,4 @@
-"""Visualize a pre-trained model: its reconstructions and their errors.
+"""Visualize a pre-trained model: its reconstructions, their errors, and the features of a ViT's encoder.
 
     python scripts/visualize.py output/photos --images data/photos/val --out reconstruction.png
 
@@ -8,7 +8,8 @@ or of the framework's other targets. With norm_pix_loss the pictures and the err
 true patch, as in MAE.
 
 Pictures show a single channel as grey, and the first three of others. Pixels of 16 bits and floats are scaled, here and
-in the errors, so that the mean -+ 2 standard deviations are 0 and 1.
+in the errors, so that the mean -+ 2 standard deviations are 0 and 1. Features are colours: the first three principal
+components of the patch tokens of all images in the picture.
 """
 
 import argparse
