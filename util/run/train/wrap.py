@@ -66,13 +66,17 @@ def average_in_rank_order(_: None, bucket: dist.GradBucket) -> Future[torch.Tens
     The order in which gloo adds three or more depends on a gradient's place in its bucket. DDP orders the buckets anew
     after the first backward pass of each start, so that a resumed run would differ from an undisturbed one.
     """
-    gradients = [torch.empty_like(bucket.buffer()) for _ in range(dist.get_world_size())]
-    dist.all_gather(gradients, bucket.buffer())
-    total = gradients[0]
-    for gradient in gradients[1:]:
-        total += gradient
+    size = len(bucket.buffer())
+    world_size = dist.get_world_size()
+    padded = nn.functional.pad(bucket.buffer(), (0, -size % world_size))
+    received = torch.empty_like(padded)  # this rank's share of the bucket, of each rank
+    dist.all_to_all_single(received, padded)
+    total, *others = received.chunk(world_size)
+    for share in others:
+        total += share
+    dist.all_gather(list(padded.chunk(world_size)), total / world_size)
     averaged: Future[torch.Tensor] = Future()
-    averaged.set_result(total / len(gradients))
+    averaged.set_result(padded[:size])
     return averaged
 
 
