@@ -40,7 +40,7 @@ from util.tokens import RETAINED, THROWN, VISIBLE, put_tokens, take_tokens
 
 @dataclass(frozen=True)
 class Method:
-    """The arguments of the method. Every framework takes them by name (`framework.Framework`).
+    """The arguments of the method, which the constructor of every framework takes by name.
 
     mask_ratio, throw_ratio: shares of all tokens that are masked and thrown.
     progressive: reconstruct the thrown tokens by an aggregation. False is plain partial reconstruction: they are not
@@ -409,14 +409,14 @@ def furthest_sampling(coords: np.ndarray, num_retained: int) -> np.ndarray:
     """
     check_num_retained(coords, num_retained)
     coords = np.moveaxis(np.asarray(coords), -1, 0)  # [2, B, M]
-    farthest = np.inf
+    largest = np.inf
     if np.issubdtype(coords.dtype, np.integer):
         coords = as_small_integers(coords)
-        farthest = np.iinfo(coords.dtype).max
+        largest = np.iinfo(coords.dtype).max
     coords = np.ascontiguousarray(coords)
     _, batch_size, num_masked = coords.shape
     images = np.arange(batch_size)
-    nearest = np.full((batch_size, num_masked), farthest, coords.dtype)  # squared distance to the nearest pick
+    nearest = np.full((batch_size, num_masked), largest, coords.dtype)  # squared distance to the nearest pick
     picks = np.empty((batch_size, num_retained), np.int64)
     pick = np.zeros(batch_size, np.int64)
     for k in range(num_retained):
@@ -494,32 +494,6 @@ class TokenOrderSampler:
         cells = np.divmod(np.arange(rows * columns), columns)
         self.coords = np.stack(cells, axis=-1).astype(np.int16)  # (row, column) of each token, [N, 2]
 
-    def split_units(self, values: np.ndarray) -> np.ndarray:
-        """Splits values of tokens [B, N] by units. Returns [B, rows / side, side, columns / side, side]."""
-        rows, columns = self.grid_size
-        side = self.mask_unit
-        return values.reshape(-1, rows // side, side, columns // side, side)
-
-    def spread_units(self, values: np.ndarray) -> np.ndarray:
-        """Gives the values of units [B, units] to all tokens inside them. Returns [B, N]."""
-        rows, columns = self.grid_size
-        side = self.mask_unit
-        grid = values.reshape(-1, rows // side, columns // side)
-        tokens = grid.repeat(side, axis=1).repeat(side, axis=2)
-        return tokens.reshape(len(values), -1)
-
-    def visible_tokens(self, noise: np.ndarray) -> np.ndarray:
-        """Chooses the visible tokens by noise [B, N]. Returns bool [B, N] with `num_visible` True per row."""
-        # A sum of uniform numbers modulo 1 is uniform and independent of each of its terms. If it chooses the units,
-        # the shuffled order of the tokens inside them stays unbiased. For unit 1 it is the noise itself.
-        unit_noise = self.split_units(noise).sum(axis=(2, 4)) % 1
-        unit_noise = unit_noise.reshape(len(noise), -1)  # [B, units]
-        num_units = self.counts.num_visible // self.mask_unit**2
-        visible_units = unit_noise.argsort(axis=1)[:, :num_units]
-        visible = np.zeros(unit_noise.shape, bool)
-        np.put_along_axis(visible, visible_units, True, axis=1)
-        return self.spread_units(visible)
-
     def __call__(self, noise: np.ndarray, visible: np.ndarray | None = None) -> np.ndarray:
         """Returns ids_shuffle [B, N] for noise [B, N]. `visible`, bool [B or 1, N], overrides the noise's choice."""
         shuffled = self.shuffle(noise, visible)
@@ -551,6 +525,32 @@ class TokenOrderSampler:
         np.put_along_axis(state, shuffled[:, : self.counts.num_visible], VISIBLE, axis=1)
         np.put_along_axis(state, retained, RETAINED, axis=1)
         return sort_by_state(state)
+
+    def split_units(self, values: np.ndarray) -> np.ndarray:
+        """Splits values of tokens [B, N] by units. Returns [B, rows / side, side, columns / side, side]."""
+        rows, columns = self.grid_size
+        side = self.mask_unit
+        return values.reshape(-1, rows // side, side, columns // side, side)
+
+    def spread_units(self, values: np.ndarray) -> np.ndarray:
+        """Gives the values of units [B, units] to all tokens inside them. Returns [B, N]."""
+        rows, columns = self.grid_size
+        side = self.mask_unit
+        grid = values.reshape(-1, rows // side, columns // side)
+        tokens = grid.repeat(side, axis=1).repeat(side, axis=2)
+        return tokens.reshape(len(values), -1)
+
+    def visible_tokens(self, noise: np.ndarray) -> np.ndarray:
+        """Chooses the visible tokens by noise [B, N]. Returns bool [B, N] with `num_visible` True per row."""
+        # A sum of uniform numbers modulo 1 is uniform and independent of each of its terms. If it chooses the units,
+        # the shuffled order of the tokens inside them stays unbiased. For unit 1 it is the noise itself.
+        unit_noise = self.split_units(noise).sum(axis=(2, 4)) % 1
+        unit_noise = unit_noise.reshape(len(noise), -1)  # [B, units]
+        num_units = self.counts.num_visible // self.mask_unit**2
+        visible_units = unit_noise.argsort(axis=1)[:, :num_units]
+        visible = np.zeros(unit_noise.shape, bool)
+        np.put_along_axis(visible, visible_units, True, axis=1)
+        return self.spread_units(visible)
 
 
 def sort_by_state(state: np.ndarray) -> np.ndarray:

@@ -52,7 +52,7 @@ class AddressedDataset(torch.utils.data.Dataset):
     def __getitems__(self, addresses: Sequence[Address]) -> list[Sample]:
         """Returns the samples of a batch. Those of one image that follow each other share its reading and decoding."""
         groups = [(index, list(group)) for index, group in groupby(addresses, key=itemgetter(1))]
-        self.images.prepare([index for index, _ in groups])
+        self.images.prepare([index for index, _ in groups])  # images behind a URL are read together
         samples = []
         for index, group in groups:
             loaded = self._load(index)

@@ -46,28 +46,6 @@ def mirror(img: Tensor, axis: int = -1) -> Tensor:
     return img.flip(axis)
 
 
-class RandomVerticalFlip:
-    """Turns half of the results of `transform` upside down, drawn from the sample's address."""
-
-    def __init__(self, transform: Callable[[Tensor, int, int], Tensor], seed: int) -> None:
-        self.transform = transform
-        self.seed = seed
-
-    def __call__(self, img: Tensor, epoch: int, index: int) -> Tensor:
-        """Transforms [C, H, W]. Returns [C, h, w] of the same type, contiguous."""
-        img = self.transform(img, epoch, index)
-        if addressed_numbers(VFLIP, self.seed, epoch, index, 1)[0] < 0.5:
-            img = mirror(img, axis=-2).contiguous()
-        return img
-
-
-def with_vflip(transform: Callable, vflip: bool, seed: int) -> Callable:
-    """Returns the transform, with vertical flips if `vflip` is true."""
-    if vflip:
-        return RandomVerticalFlip(transform, seed)
-    return transform
-
-
 class RandomResizedCropFlip:
     """MAE's pre-training augmentation: random resized crop and flip, drawn from the sample's address.
 
@@ -162,6 +140,28 @@ def to_tensor(array: np.ndarray) -> Tensor:
 def default_crop_pct(size: Sequence[int]) -> float:
     """Returns the share of an image's side that MAE's evaluation sees at this size: 224 / 256 up to 224 px, else 1."""
     return 0.875 if max(size) <= 224 else 1.0
+
+
+class RandomVerticalFlip:
+    """Turns half of the results of `transform` upside down, drawn from the sample's address."""
+
+    def __init__(self, transform: Callable[[Tensor, int, int], Tensor], seed: int) -> None:
+        self.transform = transform
+        self.seed = seed
+
+    def __call__(self, img: Tensor, epoch: int, index: int) -> Tensor:
+        """Transforms [C, H, W]. Returns [C, h, w] of the same type, contiguous."""
+        img = self.transform(img, epoch, index)
+        if addressed_numbers(VFLIP, self.seed, epoch, index, 1)[0] < 0.5:
+            img = mirror(img, axis=-2).contiguous()
+        return img
+
+
+def with_vflip(transform: Callable, vflip: bool, seed: int) -> Callable:
+    """Returns the transform, with vertical flips if `vflip` is true."""
+    if vflip:
+        return RandomVerticalFlip(transform, seed)
+    return transform
 
 
 class ResizeCenterCrop:
