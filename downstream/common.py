@@ -134,7 +134,7 @@ def make_parser(
         parser.add_flags(title, *shared, *flags.get(title, ()))
     parser.changes["epochs"] = "nothing"  # it follows from the data and --num_iters
     # By default every image must be readable. Shared code reads `dataset`, `loader` and `min_lr`.
-    parser.set_defaults(max_bad_fraction=0.0, dataset="folder", loader="fast", min_lr=0.0, compile=False)
+    parser.set_defaults(max_bad_fraction=0.0, dataset="folder", loader="fast", min_lr=0.0)
     parser.set_defaults(**defaults)
     return parser
 

@@ -62,7 +62,6 @@ def test_a_run_that_is_checked_stays_as_it_is_and_ends_with_the_error_of_a_start
     message = pretrain.refused(capsys, photos, folder, "--batch_size", 25, "--check_data")
     assert message == pretrain.refused(capsys, photos, folder, "--batch_size", 25)
     (folder / ".checkpoint-9.pth.tmp-1").touch()  # of a killed process; a start would remove it
-    (folder / "checkpoint-3.json").unlink()  # a start would write it
     before = state_of_folder(folder)
     pretrain.module.main(pretrain.command(photos, folder, "--check_data"))
     assert state_of_folder(folder) == before

@@ -3,7 +3,7 @@
 The output folder of a run holds pairs of files. `checkpoint-<step>.pth` holds tensors, plain Python values and the
 JSON string `meta`, which is a `CheckpointInfo`. `checkpoint-<step>.json`, its sidecar, holds the size and the SHA-256
 of the former and the same meta. Both files are written under temporary names and synced before they are renamed, the
-sidecar last. A checkpoint without a sidecar is not used, unless `adopt_checkpoint` can read it. The newest checkpoint
+sidecar last. A checkpoint without a sidecar is not used. The newest checkpoint
 is computed from the files in the folder. No link points to it.
 
 Weights of other key names or sizes are fitted into an encoder by `encoders.load`.
@@ -92,22 +92,6 @@ def _write_weights(file: HashedFile, content: Mapping[str, Any]) -> None:
         if isinstance(error.__context__, OSError):  # the failed write, before the writer noticed a wrong position
             raise error.__context__ from error
         raise OSError(f"torch.save failed: {error}") from error
-
-
-def adopt_checkpoint(path: Path) -> str | None:
-    """Writes the sidecar of a checkpoint that has none, if it can be read. Returns why not, or None.
-
-    Its save was interrupted, or it was copied without its sidecar. It is marked as kept, as it may be the only copy.
-    """
-    try:
-        checkpoint = read_checkpoint(path)
-    except ValueError as error:
-        return str(error)
-    if not checkpoint.training or checkpoint.info.step != step_of(path):
-        return f"{str(path)!r} does not hold step {step_of(path)} of a run"
-    with replaced_file(path.with_suffix(".json"), durable=True) as sidecar:
-        _write_sidecar(sidecar, path.stat().st_size, sha256(path), checkpoint.info.to_json(), keep=True)
-    return None
 
 
 def prune_checkpoints(output_dir: str | Path, good_steps: Sequence[int]) -> None:

@@ -118,13 +118,6 @@ def gpu_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
-def may_compile(flag: bool | None, device: str) -> bool:
-    """Whether a run may compile, as far as flags tell: --compile, which None leaves open, and --device."""
-    if flag is not None:
-        return flag
-    return device != "cpu" and torch.cuda.is_available()
-
-
 def memory_scalars(device: torch.device) -> dict[str, float]:
     """Returns the most memory that tensors have taken on a GPU since the start, for the log; {} for a CPU."""
     if device.type != "cuda":

@@ -9,11 +9,6 @@ from util.lr_sched import SCHEDULES
 from util.run.processes.distributed import PRECISIONS
 from util.urls import data_path
 
-# Steps of a schedule that is compiled by default. The first step takes up to 90 s more, each later one of ViT-B 25 ms
-# less (H100, 512 images).
-MIN_COMPILED_STEPS = 5000
-
-
 RECIPE_FLAG = Flag(
     "recipe",
     help="set defaults from recipes.py, or `list` them; explicit flags win",
@@ -298,8 +293,9 @@ DEVICE_FLAGS = (
     Flag(
         "compile",
         bool,
-        help="compile the training step by torch.compile, block by block (default: on a GPU with a C compiler, for "
-        f"schedules of {MIN_COMPILED_STEPS} steps or more)",
+        False,
+        "compile the training step by torch.compile, block by block; the first step of a ViT-B took up to 90 s more, "
+        "each later one 25 ms less (H100, 512 images)",
         everyday=True,
         changes="rounding",
     ),

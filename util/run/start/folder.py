@@ -116,22 +116,16 @@ def reported_state(folder: Path, program: str) -> Iterator[None]:
     write_state(folder, "finished")
 
 
-def find_checkpoint(output_dir: str | Path, resume: str, adopts: bool = True) -> tuple[Path | None, list[str]]:
+def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, list[str]]:
     """Returns the checkpoint to resume from, or None for a new run, and remarks for the log.
 
     A folder with checkpoints resumes from its newest good one, whatever `resume` says, so that the same command can be
     started again at any time. `resume` says where a run starts whose folder is empty: the path of a checkpoint, the
     folder of a run (its newest good checkpoint), or "auto" or "none" for a run from scratch. Raises CheckpointError if
     the folder holds finished checkpoints but no good one.
-
-    A checkpoint without its .json gets one, if it can be read. Otherwise it is not used, and it is not deleted.
-    adopts: whether such files are written.
     """
-    remarks: list[str] = []
-    if adopts:
-        remarks = adopt_unfinished(output_dir)
     path, skipped = search.newest_checkpoint(output_dir)
-    remarks += [f"skipped a checkpoint, {reason}" for reason in skipped]
+    remarks = [f"skipped a checkpoint, {reason}" for reason in skipped]
     named = None if resume in ("auto", "none") else Path(resume).resolve()
     if path is not None:
         info = checkpoint.read_info(path)
@@ -158,21 +152,6 @@ def find_checkpoint(output_dir: str | Path, resume: str, adopts: bool = True) ->
     return path, remarks
 
 
-def adopt_unfinished(output_dir: str | Path) -> list[str]:
-    """Writes the sidecars of all checkpoints that have none and can be read. Returns remarks for the log."""
-    finished = search.list_finished(output_dir)
-    remarks = []
-    for path in search.list_checkpoints(output_dir):
-        if path in finished:
-            continue
-        outcome = "it can be read, so one is written, and it is kept for good"
-        problem = checkpoint.adopt_checkpoint(path)
-        if problem is not None:
-            outcome = f"not used: {problem}"
-        remarks.append(f"warning: {path.name} had no .json; {outcome}")
-    return remarks
-
-
 def enter_folder(args: argparse.Namespace, stack: ExitStack) -> tuple[Path, Path | None, list[str]]:
     """Locks the output folder and finds the checkpoint to resume from. Returns (folder, checkpoint, remarks).
 
@@ -194,7 +173,7 @@ def enter_folder(args: argparse.Namespace, stack: ExitStack) -> tuple[Path, Path
             for pattern in LEFTOVERS:
                 for leftover in output_dir.glob(pattern):
                     leftover.unlink()
-        path, remarks = find_checkpoint(output_dir, args.resume, adopts=not args.check_data)
+        path, remarks = find_checkpoint(output_dir, args.resume)
         return path, notes + remarks
 
     # Rank 0 chooses, so that all ranks resume from the same file.

@@ -1,9 +1,6 @@
 """The values that follow from the flags, the processes and the machine, and the schedule."""
 
 import argparse
-import os
-import shutil
-import sysconfig
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +9,6 @@ from util import collectives
 from util.host import cores_per_process
 from util.lr_sched import Schedule
 from util.run.processes.distributed import Process, gpu_memory, precision
-from util.run.start.flags import MIN_COMPILED_STEPS
 from util.text import count_of
 
 MAX_DEFAULT = 512  # images of a micro-batch; not measured: more should make a GPU no faster
@@ -30,7 +26,6 @@ class Plan:
     num_workers: int  # per process
     device: str  # "cpu" or "cuda"
     precision: str  # a key of PRECISIONS
-    compile: bool | None = None  # None: not decided yet, see `decide_compilation`
 
 
 def make_plan(
@@ -45,8 +40,6 @@ def make_plan(
     fit a GPU, by its bytes and the precision; on GPUs up to MAX_DEFAULT of these are the largest. For all ranks.
     """
     check_flags(args)
-    if args.compile and process.device.type == "cuda":
-        collectives.run_everywhere(refuse_without_compiler)
     name = precision(args.precision, process.device).name
     collectives.refuse_differences({"--precision": name}, "precision of the GPUs")
     most = default_batch_size
@@ -60,43 +53,7 @@ def make_plan(
     if args.min_lr > lr:
         raise ValueError(f"--min_lr {args.min_lr:g} lies above the peak learning rate, {lr:g}: lower it")
     workers = num_workers(args, process)
-    return Plan(batch_size, accum_iter, total, lr, workers, process.device.type, name, args.compile)
-
-
-def decide_compilation(plan: Plan, stored: bool | None, num_steps: int) -> bool:
-    """Whether a run compiles: as its flag says, else as an earlier start did, else if its length pays for it on a GPU.
-
-    stored: what the checkpoint to resume says; compiled code draws other random numbers. num_steps: of the schedule.
-    The ranks, which must all call it, decide alike.
-    """
-    if plan.compile is not None:
-        return plan.compile
-    is_wanted = stored
-    if stored is None:
-        is_wanted = num_steps >= MIN_COMPILED_STEPS
-    if not is_wanted or plan.device != "cuda":
-        return False
-    return not any(collectives.gather_objects(missing_for_compiler()))
-
-
-def refuse_without_compiler() -> None:
-    """ValueError if a GPU's code cannot be compiled here."""
-    missing = missing_for_compiler()
-    if missing:
-        raise ValueError(f"--compile needs {' and '.join(missing)} on a GPU, or leave out --compile")
-
-
-def missing_for_compiler() -> list[str]:
-    """Returns what Triton, which compiles for GPUs, does not find: a C compiler, Python's header."""
-    missing = []
-    if not ("CC" in os.environ or shutil.which("gcc") or shutil.which("clang")):
-        missing.append("a C compiler (install gcc, or set CC)")
-    scheme = sysconfig.get_default_scheme()
-    if scheme == "posix_local":  # Debian's, which Triton replaces, too
-        scheme = "posix_prefix"
-    if not os.path.isfile(os.path.join(sysconfig.get_path("include", scheme), "Python.h")):
-        missing.append("Python.h (install python3-dev, or use the Python of uv or conda)")
-    return missing
+    return Plan(batch_size, accum_iter, total, lr, workers, process.device.type, name)
 
 
 def least_memory(process: Process) -> int:

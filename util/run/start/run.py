@@ -22,7 +22,7 @@ from util.data.statistics import IMAGENET, Statistics, find_statistics, keep_col
 from util.run.cli import Parser
 from util.run.files.record import CheckpointInfo, DataInfo, EncoderSource, RunInfo, StartInfo
 from util.run.files.reports import record_failure
-from util.run.processes.distributed import Process, may_compile
+from util.run.processes.distributed import Process
 from util.run.processes.supervise import Watchdog, collective_timeout, first_timeout
 from util.run.start.folder import (
     check_space,
@@ -31,7 +31,7 @@ from util.run.start.folder import (
     enter_folder,
     join_processes,
 )
-from util.run.start.plan import Plan, RunSchedule, decide_compilation, make_plan
+from util.run.start.plan import Plan, RunSchedule, make_plan
 from util.run.start.resume import (
     find_changes,
     find_first_weights,
@@ -85,9 +85,8 @@ class Run:
         check: refuses the program's own flags before the folder is touched. default_batch_size, fitting_batch: see
         `make_plan`.
         """
-        compiles = may_compile(args.compile, args.device)
-        minutes = collective_timeout(args.dist_timeout, compiles)
-        patience = first_timeout(args.dist_timeout, compiles)
+        minutes = collective_timeout(args.dist_timeout, args.compile)
+        patience = first_timeout(args.dist_timeout, args.compile)
         joined = join_processes(parser, args, timeout_minutes=minutes, join_timeout=max(60, args.dist_timeout))
         with joined as process, ExitStack() as stack:
             record = partial(record_failure, Path(args.output_dir))
@@ -264,8 +263,6 @@ class Run:
         settings = dict(vars(self.args))
         # What the flags leave open, such as batch size and precision.
         settings |= asdict(self.plan)
-        stored = None if self.resumed is None else self.resumed.settings.get("compile")
-        settings["compile"] = decide_compilation(self.plan, stored, schedule.num_steps)
         mean, std = statistics
         settings |= {"epochs": schedule.epochs, "mean": mean, "std": std}
         settings |= of_model

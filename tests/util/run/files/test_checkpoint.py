@@ -144,7 +144,7 @@ def test_pruning_keeps_checkpoints_of_later_steps(tmp_path):
 
 
 @pytest.mark.parametrize("calls", [0, 1])
-def test_a_kill_while_pruning_leaves_no_checkpoint_that_would_be_adopted(tmp_path, monkeypatch, calls):
+def test_a_kill_while_pruning_leaves_no_checkpoint_without_a_record(tmp_path, monkeypatch, calls):
     for step in range(1, 4):
         save_checkpoint(tmp_path, step, {}, {"step": step})
     deleted = []

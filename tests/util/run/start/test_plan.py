@@ -1,20 +1,16 @@
 """What follows from the flags: the split of the total batch, and the number of workers."""
 
 import argparse
-import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import main_pretrain
-from tests.runs import pretrain
 from util import host
 from util.run.processes.distributed import Process
 from util.run.start import plan as plan_module
-from util.run.start import run
-from util.run.start.flags import MIN_COMPILED_STEPS
-from util.run.start.plan import Plan, decide_compilation, make_plan, num_workers
+from util.run.start.plan import make_plan, num_workers
 
 
 def plan_of(flags, world_size):
@@ -71,65 +67,6 @@ def test_gpus_of_two_precisions_are_refused(monkeypatch):
         ValueError, match="same precision of the GPUs, but --precision is fp32 on rank 0 and fp16 on ra"
     ):
         make_plan(args, Process(torch.device("cpu"), world_size=2))
-
-
-@pytest.mark.parametrize(
-    ("programs", "environment", "headers", "missing"),
-    [
-        (["gcc"], {}, ["Python.h"], None),
-        ([], {"CC": "/opt/bin/cc"}, ["Python.h"], None),
-        ([], {}, ["Python.h"], "needs a C compiler (install gcc, or set CC) on a GPU"),
-        (["clang"], {}, [], "needs Python.h (install"),
-    ],
-)
-def test_what_compilation_on_a_gpu_needs(tmp_path, monkeypatch, programs, environment, headers, missing):
-    for header in headers:
-        (tmp_path / header).touch()
-    monkeypatch.replace_in(plan_module, "shutil.which", lambda name: name in programs or None)
-    monkeypatch.replace_in(plan_module, "os.environ", environment)
-    monkeypatch.replace_in(plan_module, "sysconfig.get_path", lambda *_: str(tmp_path))
-    gpu = Process(torch.device("cuda"))
-    args = main_pretrain.get_args_parser().parse_args(["--compile"])
-    monkeypatch.setattr(plan_module, "precision", lambda *_: SimpleNamespace(name="bf16"))
-    monkeypatch.setattr(plan_module, "gpu_memory", lambda device: 80 * 10**9)
-    if missing is None:
-        assert make_plan(args, gpu).device == "cuda"
-        return
-    with pytest.raises(ValueError, match=re.escape(missing)):
-        make_plan(args, gpu)
-
-
-@pytest.mark.parametrize(
-    ("flag", "stored", "steps", "device", "missing", "expected"),
-    [
-        (None, None, MIN_COMPILED_STEPS, "cuda", [], True),
-        (None, None, MIN_COMPILED_STEPS - 1, "cuda", [], False),
-        (None, None, 10**6, "cpu", [], False),
-        (None, None, 10**6, "cuda", ["a C compiler"], False),  # of another node, too
-        (None, False, 10**6, "cuda", [], False),  # the run has begun so
-        (None, True, 10, "cuda", [], True),
-        (None, True, 10**6, "cpu", [], False),
-        (True, False, 10, "cpu", [], True),
-        (False, True, 10**6, "cuda", [], False),
-    ],
-)
-def test_long_runs_on_gpus_compile_unless_a_flag_says_otherwise(
-    monkeypatch, flag, stored, steps, device, missing, expected
-):
-    monkeypatch.setattr(plan_module, "missing_for_compiler", list)
-    monkeypatch.setattr(plan_module.collectives, "gather_objects", lambda found: [found, missing])
-    plan = Plan(8, 1, 16, 1e-3, 0, device, "bf16", flag)
-    assert decide_compilation(plan, stored, steps) is expected
-
-
-def test_a_resumed_run_keeps_what_was_decided(photos, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(run, "decide_compilation", lambda plan, stored, steps: bool(plan.compile))
-    pretrain(photos, tmp_path, "--max_steps", 1)
-    asked = []
-    monkeypatch.setattr(run, "decide_compilation", lambda plan, stored, steps: asked.append((stored, steps)) or False)
-    pretrain(photos, tmp_path)
-    assert asked == [(False, 6)]
-    assert "--compile was" not in capsys.readouterr().out
 
 
 def test_a_total_that_the_processes_cannot_share_is_refused():
