@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from encoders.classifiers import MODELS, NAMES, build_classifier, plain_size
+from encoders.classifiers import MODELS, build_classifier, plain_size
 from encoders.load import FirstWeights, load_encoder, read_first
 from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
@@ -318,8 +318,7 @@ def describe_model(model: nn.Module, first: FirstWeights, num_classes: int) -> d
         "nb_classes": num_classes,
         "input_size": plain_size(model.img_size),
         "patch_size": model.patch_size,
-        "rgb_bands": first.rgb_bands,
-        **getattr(model, "traits", {}),
+        **first.settings,
     }
 
 
@@ -368,8 +367,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
-        traits = first.traits if args.model in NAMES["models_vit"] else {}
-        model = build_classifier({**vars(args), "nb_classes": len(classes), "rgb_bands": first.rgb_bands, **traits})
+        model = build_classifier({**vars(args), "nb_classes": len(classes), **first.settings})
         load_weights = partial(
             load_encoder,
             model,

@@ -370,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         training = Training(run, model, model_in_ddp, optimizer, dataset, schedule, info, state)
         training.announce(summary_rows(args, model, images))
         if args.sampling != "attention":  # whose maps change the token counts
-            count = partial(forward_gmac, vars(args), build_model)
+            count = partial(forward_gmac, {**vars(args), **first.traits}, build_model)
             training.loop.reports.measures += utilization(run.process.device, run.plan.precision, count)
 
         between: list[BetweenSteps] = [Pictures(training, model, images)]

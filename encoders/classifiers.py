@@ -1,11 +1,12 @@
 """The classifiers of all kinds of encoders, by name and by the settings of a run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 import models_vit
+from encoders.kinds import choose_traits
 from util.lazy import ByName
 from util.pos_embed import height_and_width
 
@@ -28,8 +29,8 @@ NAMES = {
     ],
 }
 MODELS = ByName(NAMES)  # {name: factory}
-# Flags, and what follows from first weights, that only plain ViTs have, with their defaults.
-VIT_FLAGS = {"train_pos_embed": True, "cls_token_mlp": False, "cls_token_layer_decay": True, **models_vit.TRAITS}
+# Flags that only plain ViTs have, with their defaults.
+VIT_FLAGS = {"train_pos_embed": True, "cls_token_mlp": False, "cls_token_layer_decay": True}
 
 
 def plain_size(size: Sequence[int]) -> int | list[int]:
@@ -53,6 +54,10 @@ def build_classifier(settings: Mapping[str, Any]) -> nn.Module:
             given = f"--{flag}" if settings[flag] else f"--no-{flag}"
             raise ValueError(f"{given} is for plain ViTs, but --model is {settings['model']}: leave it out")
         options[flag] = settings[flag]
+    accepted: Collection[str] = ()
+    if settings["model"] in NAMES["models_vit"]:
+        accepted = models_vit.TRAITS
+    options |= choose_traits(settings, accepted, f"--model {settings['model']}")
     blocks = settings["trainable_blocks"]
     model = MODELS[settings["model"]](
         num_classes=settings["nb_classes"], global_pool=settings["global_pool"], probe=blocks == 0, **options

@@ -5,7 +5,7 @@ To add a kind, add a `Kind` and its sign to `find_kind`. Its module is imported 
 
 import importlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,27 @@ for _name in models_vit.__all__:
     if _name.islower():
         _sizes = getattr(models_vit, _name).keywords
         VIT_SIZES[_sizes["embed_dim"], _sizes["depth"]] = _sizes
+
+
+# What encoders have that MAE's have not, in messages: see `models_vit.TRAITS`.
+TRAITS_IN_WORDS = {
+    "rotary": "rotary positions, as DINOv3's",
+    "registers": "registers, as DINO's",
+    "num_cls_tokens": "several class tokens",
+    "layer_scale": "layer scales, as DINO's",
+}
+
+
+def choose_traits(settings: Mapping[str, Any], accepted: Collection[str], task: str) -> dict[str, Any]:
+    """Returns those of `models_vit.TRAITS` in some settings that are not MAE's.
+
+    ValueError if they are not all accepted. task: the model that is to start from such an encoder.
+    """
+    traits = models_vit.traits_in(settings)
+    for name, words in TRAITS_IN_WORDS.items():
+        if name in traits and name not in accepted:
+            raise ValueError(f"{task} takes no encoder with {words}, which its first weights are")
+    return traits
 
 
 class Kind(NamedTuple):

@@ -51,6 +51,11 @@ from util.text import shorten
 # may be a table or biases, and a classifier with mean pooling has another final norm: PATCH_KEYS are the others.
 PATCH_KEYS = ("patch_embed.", "blocks.", "layers.", "norm_pre.", "pre_norm.", "reg_token")
 ENCODER_KEYS = (*PATCH_KEYS, "cls_token", "pos_embed", "norm.", "rel_pos_bias.")
+# Beginnings of keys of others: of heads and of what only pre-training has.
+OTHER_KEYS = (
+    *("head", "fc_norm.", "pooler.", "mask_token", "masked_embed", "decoder", "pred."),
+    *("aggregation.", "proj_layers.", "proj_weights", "encoder_adaptor.", "cls_token_mlp.", "rope_embed."),
+)
 DENSE_PROGRAMS = ("main_segmentation.py", "main_detection.py")  # their encoders have positions in each block
 
 
@@ -75,6 +80,11 @@ class Weights:
         weights = self.origin.rename(self.raw)
         if is_gated(weights):
             raise CheckpointError(f"{str(self.path)!r} has gated MLPs (SwiGLU), which no encoder here has")
+        if "blocks.0.gamma_1" in weights and "pos_embed" in weights and find_kind(weights) is PLAIN:
+            raise CheckpointError(
+                f"{str(self.path)!r} has a table of positions and the names of timm's ViTs that rotate queries, too, "
+                "which no encoder here does; of DeiT III give timm's file"
+            )
         return from_dino(weights, grid_from_settings(self.info.settings, patch_size(weights)))
 
     @property
@@ -98,7 +108,7 @@ class Weights:
     @property
     def traits(self) -> dict[str, Any]:
         """Those arguments of a plain ViT that follow from its first weights: see `models_vit.TRAITS`."""
-        if self.kind is not PLAIN:
+        if not self.is_dense and self.kind is not PLAIN:
             return {}
         traits = dict(self.settings)
         cls_token = self.tensors.get("cls_token")
@@ -129,11 +139,15 @@ class Weights:
         kernel = self.tensors.get("patch_embed.proj.weight")
         return None if kernel is None else kernel.shape[1]
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether this is the model of a dense task, whose encoder has positions in each block."""
+        return self.info.run is not None and self.info.run.program in DENSE_PROGRAMS
+
     def refuse_dense(self) -> None:
-        """Raises CheckpointError for the model of a dense task, whose encoder has positions in each block."""
-        run = self.info.run
-        if run is not None and run.program in DENSE_PROGRAMS:
-            raise CheckpointError(f"{self.what} is a model of {run.program}: give the encoder that it started from")
+        """Raises CheckpointError for the model of a dense task."""
+        if self.is_dense:
+            raise CheckpointError(f"{self.what} is a model of a dense task: give the encoder that it started from")
 
     @cached_property
     def kind(self) -> Kind:
@@ -204,6 +218,11 @@ class FirstWeights:
         return traits_in(self.recorded) if self.weights is None else self.weights.traits
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """What the settings of the run say of them."""
+        return {"rgb_bands": self.rgb_bands, **self.traits}
+
+    @property
     def pixels(self) -> dict[str, Any]:
         """See `Weights.pixels`."""
         return {} if self.weights is None else self.weights.pixels
@@ -272,7 +291,7 @@ def load_encoder(
     prefixes: tuple[str, ...] = ENCODER_KEYS
     if hasattr(model, "head"):  # the final norm and the positions of a classifier may be others
         prefixes = PATCH_KEYS
-    if not hasattr(model, "pos_embed"):
+    if getattr(model, "pos_embed", None) is None:
         prefixes = (*prefixes, "pos_embed")  # learnt with the encoder
     report = _put(model, weights, fitted, required, prefixes)
     if "norm.weight" in missing:
@@ -396,6 +415,9 @@ def _put(
         what = f"{weights.what} does not hold the encoder of this {type(model).__name__}"
         raise CheckpointError(f"{what}: {shorten(problems, most=6)}")
     expected = [key for key in fitted.tensors if not key.startswith(getattr(model, "unused_keys", ()))]
+    if weights.info.run is None:
+        unknown = [key for key in expected if not key.startswith((*ENCODER_KEYS, *OTHER_KEYS))]
+        prefixes = (*prefixes, *unknown)
     refuse_foreign(model, expected, weights.what, prefixes)
     strict.check_values(fitted.fitting, f"the weights in {weights.what}")
     missing = fitted.list_missing(model)

@@ -35,32 +35,34 @@ __all__ = [
 ]
 
 
-def relative_position_index(grid_size: tuple[int, int]) -> Tensor:
-    """Returns the row of the bias table for each (query, key) of [class token, N raster tokens], int64 [1 + N, 1 + N].
+def relative_position_index(grid_size: tuple[int, int], num_cls_tokens: int = 1) -> Tensor:
+    """Returns the row of the bias table for each (query, key) of [P class tokens, N raster tokens], int64 [P + N]^2.
 
     The table has a row for each of the (2 rows - 1) (2 columns - 1) offsets, which are query less key. Three rows
     follow, for (query, key) = (class, token), (token, class) and (class, class).
     """
     rows, columns = grid_size
     num_offsets = (2 * rows - 1) * (2 * columns - 1)
-    length = 1 + rows * columns
+    P = num_cls_tokens
+    length = P + rows * columns
     index = torch.empty(length, length, dtype=torch.int64)
-    index[1:, 1:] = relative_offset_index(grid_coords(rows, columns), grid_size)
-    index[0, 1:] = num_offsets
-    index[1:, 0] = num_offsets + 1
-    index[0, 0] = num_offsets + 2
+    index[P:, P:] = relative_offset_index(grid_coords(rows, columns), grid_size)
+    index[:P, P:] = num_offsets
+    index[P:, :P] = num_offsets + 1
+    index[:P, :P] = num_offsets + 2
     return index
 
 
 class RelativePositionBias(nn.Module):
     """Learned biases of the attention logits: one for each offset between two tokens, and three for the class token."""
 
-    def __init__(self, grid_size: tuple[int, int], num_heads: int) -> None:
+    def __init__(self, grid_size: tuple[int, int], num_heads: int, num_cls_tokens: int = 1) -> None:
         super().__init__()
         rows, columns = grid_size
         num_offsets = (2 * rows - 1) * (2 * columns - 1)
         self.relative_position_bias_table = nn.Parameter(torch.zeros(num_offsets + 3, num_heads))
-        self.register_buffer("relative_position_index", relative_position_index(grid_size), persistent=False)
+        index = relative_position_index(grid_size, num_cls_tokens)
+        self.register_buffer("relative_position_index", index, persistent=False)
 
     def forward(self, ids: Tensor | None = None) -> Tensor:
         """Returns the biases of all tokens [1, heads, 1 + N, 1 + N].
@@ -81,7 +83,7 @@ class RelativeAttention(nn.Module):
 
     dim, num_heads: width, and number of heads.
     grid_size: (rows, columns) of the tokens if this layer has a bias table of its own, as in fine-tuning. Without it
-        the caller passes the bias, or None for logits without bias.
+        the caller passes the bias, or None for logits without bias. num_cls_tokens: before them.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class RelativeAttention(nn.Module):
         dim: int,
         num_heads: int,
         grid_size: tuple[int, int] | None = None,
+        num_cls_tokens: int = 1,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -98,7 +101,7 @@ class RelativeAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
         if grid_size is not None:
             # Registered here and not in a submodule, because SimMIM's releases have these names.
-            position_bias = RelativePositionBias(grid_size, num_heads)
+            position_bias = RelativePositionBias(grid_size, num_heads, num_cls_tokens)
             self.relative_position_bias_table = position_bias.relative_position_bias_table
             self.register_buffer("relative_position_index", position_bias.relative_position_index, persistent=False)
 
@@ -129,7 +132,7 @@ class RelativeAttention(nn.Module):
 
 
 class RelativeBlock(nn.Module):
-    """Pre-norm block with layer scales that begin at `init_values`. `grid_size` is that of `RelativeAttention`."""
+    """Pre-norm block with layer scales that begin at `init_values`. Other arguments: see `RelativeAttention`."""
 
     def __init__(
         self,
@@ -139,13 +142,14 @@ class RelativeBlock(nn.Module):
         drop_path: float = 0.0,
         init_values: float = 0.1,
         grid_size: tuple[int, int] | None = None,
+        num_cls_tokens: int = 1,
     ) -> None:
         super().__init__()
         from timm.layers import Mlp  # here, because it takes seconds
 
         self.norm1 = layer_norm(dim)
         self.norm2 = layer_norm(dim)
-        self.attn = RelativeAttention(dim, num_heads, grid_size)
+        self.attn = RelativeAttention(dim, num_heads, grid_size, num_cls_tokens)
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
         self.gamma_1 = nn.Parameter(torch.full((dim,), init_values))
         self.gamma_2 = nn.Parameter(torch.full((dim,), init_values))

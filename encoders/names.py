@@ -102,6 +102,7 @@ _TRANSFORMERS = (
     (r"\.layernorm_after\.", ".norm2."),
     (r"^(?:vit\.)?embeddings\.cls_token$", "cls_token"),
     (r"^embeddings\.register_tokens$", "reg_token"),
+    (r"^embeddings\.mask_token$", "mask_token"),
     (r"^(?:vit\.)?embeddings\.position_embeddings$", "pos_embed"),
     (r"^(?:vit\.)?embeddings\.patch_embeddings\.(?:projection\.)?", "patch_embed.proj."),
     (r"\.layer_scale([12])\.lambda1$", r".ls\1.gamma"),

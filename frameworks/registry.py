@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from encoders.kinds import choose_traits
 from encoders.load import load_all, read
 from framework import Framework
-from models_vit import traits_in
 from prmim import METHOD_ARGUMENTS
 from util.data.pixel_format import declares_invalid
 from util.lazy import ByName
@@ -105,11 +105,7 @@ def build_model(settings: Mapping[str, Any], read_files: bool = True) -> Framewo
     for flag in class_of(name).flags:
         if settings.get(flag.name) is not None and (read_files or not flag.names_file):
             options[flag.name] = settings[flag.name]
-    traits = traits_in(settings)
-    if not traits.keys() <= inspect.signature(MODELS[name]).parameters.keys():
-        values = ", ".join(f"{trait} {value}" for trait, value in traits.items())
-        raise ValueError(f"--model {name} takes no encoder with {values}, as its first weights have")
-    options |= traits
+    options |= choose_traits(settings, inspect.signature(MODELS[name]).parameters, f"--model {name}")
     for setting, option in {"patch_size": "patch_size", "drop_path": "drop_path_rate"}.items():
         if settings.get(setting) is not None:
             options[option] = settings[setting]

@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
-        model = build_detector(vars(args) | chosen)
+        model = build_detector({**vars(args), **chosen, **first.settings})
         load_weights = partial(load_encoder, model.backbone, rgb_bands=first.rgb_bands)
         run.load_encoder(first.weights, load_weights, note_without="no --finetune: training from scratch")
         model = model.to(run.process.device)
@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
 
         rate = StepDecay(args.num_iters, args.warmup_iters, run.plan.lr, args.lr_drops)
         schedule = schedule_by_iterations(run, sampler.steps_per_epoch, rate)
-        settings = {**chosen, "patch_size": model.patch_size, "rgb_bands": first.rgb_bands}
+        settings = {**chosen, "patch_size": model.patch_size, **first.settings}
         info = run.describe(images, optimizer, schedule, statistics, settings, val_images=val_images)
         state = run.restore(model, optimizer, info)
         model_in_ddp = wrap_model(model, run, info.settings["compile"])

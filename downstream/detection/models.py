@@ -21,6 +21,7 @@ from torchvision.ops import roi_align
 
 from downstream.common import SIZES
 from downstream.detection.backbone import SimpleFeaturePyramid, ViTDet
+from encoders.kinds import choose_traits
 
 BOX_GRID = 7  # side of the features of a box
 MASK_GRID = 14  # side of the features of a mask
@@ -321,6 +322,8 @@ def build_detector(settings: Mapping[str, Any]) -> Detector:
     options["img_size"] = settings["input_size"]
     options["in_chans"] = settings["in_chans"]
     options["drop_path_rate"] = settings["drop_path"]
+    traits = choose_traits(settings, ("num_cls_tokens", "registers", "layer_scale"), "detection")
+    options["layer_scale"] = traits.get("layer_scale", False)  # class tokens are not used
     for name in ("patch_size", "window_size"):
         if settings[name] is not None:
             options[name] = settings[name]

@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
 
         torch.backends.cudnn.benchmark = True  # shapes are static
         torch.manual_seed(args.seed)  # the same initial weights on every rank
-        model = build_segmenter(vars(args))
+        model = build_segmenter({**vars(args), **first.settings})
         load_weights = partial(load_encoder, model.backbone, rgb_bands=first.rgb_bands)
         run.load_encoder(first.weights, load_weights, note_without="no --finetune: training from scratch")
         if process.device.type == "cuda" and process.world_size > 1:
@@ -288,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
 
         rate = LinearDecay(args.num_iters, args.warmup_iters, run.plan.lr)
         schedule = schedule_by_iterations(run, sampler.steps_per_epoch, rate)
-        settings = {"patch_size": model.patch_size, "rgb_bands": first.rgb_bands}
+        settings = {"patch_size": model.patch_size, **first.settings}
         info = run.describe(
             images,
             optimizer,

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from downstream.common import SIZES
 from downstream.segmentation.batch_norm import SyncBatchNorm2d
 from downstream.segmentation.vit_backbone import DenseViT, pyramid_blocks
+from encoders.kinds import choose_traits
 
 HEADS = ("upernet", "linear")
 POOL_SIZES = (1, 2, 3, 6)  # sides of the grids of pyramid pooling
@@ -218,6 +219,9 @@ def build_segmenter(settings: Mapping[str, Any]) -> UPerNet | LinearSegmenter:
     options["drop_path_rate"] = settings["drop_path"]
     if settings["patch_size"] is not None:
         options["patch_size"] = settings["patch_size"]
+    traits = choose_traits(settings, ("num_cls_tokens", "registers", "layer_scale"), "segmentation")
+    traits.pop("layer_scale", None)  # its blocks always have scales
+    options |= traits
     if settings["head"] == "linear":
         return LinearSegmenter(settings["num_classes"], **options)
     return UPerNet(settings["num_classes"], settings["decoder_channels"], **options)

@@ -20,7 +20,7 @@ NEW_KEYS = ("relative_position_bias_table", "gamma_1", "gamma_2")
 class DenseViT(ViTEncoder):
     """A ViT with a trainable position table, relative-position biases and layer scales.
 
-    img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio, drop_path_rate: see `models_vit.ViTEncoder`.
+    img_size, ..., registers: see `models_vit.ViTEncoder`.
     out_blocks: numbers of the blocks, from 0, whose tokens are returned (default: the last one).
     final_norm: apply the encoder's final norm to the returned tokens.
 
@@ -39,17 +39,28 @@ class DenseViT(ViTEncoder):
         num_heads: int = 12,
         mlp_ratio: float = 4.0,
         drop_path_rate: float = 0.0,
+        num_cls_tokens: int = 1,
+        registers: bool = False,
         out_blocks: tuple[int, ...] | None = None,
         final_norm: bool = False,
     ) -> None:
         nn.Module.__init__(self)
-        self.add_embedding(img_size, patch_size, in_chans, embed_dim, mlp_ratio)
+        self.add_embedding(img_size, patch_size, in_chans, embed_dim, mlp_ratio, num_cls_tokens)
+        self.registers = registers
         self.out_blocks = out_blocks or (depth - 1,)
-        table = sincos_pos_embed(embed_dim, self.grid_size, num_prefix=1).float()
-        self.pos_embed = nn.Parameter(table.unsqueeze(0))  # [1, 1 + N, D]
+        table = sincos_pos_embed(embed_dim, self.grid_size, num_prefix=num_cls_tokens).float()
+        self.pos_embed = nn.Parameter(table.unsqueeze(0))  # [1, P + N, D]
         self.blocks = nn.ModuleList()
         for rate in drop_path_rates(drop_path_rate, depth):
-            block = RelativeBlock(embed_dim, num_heads, mlp_ratio, rate, init_values=1.0, grid_size=self.grid_size)
+            block = RelativeBlock(
+                embed_dim,
+                num_heads,
+                mlp_ratio,
+                rate,
+                init_values=1.0,
+                grid_size=self.grid_size,
+                num_cls_tokens=num_cls_tokens,
+            )
             self.blocks.append(block)
         self.norm: nn.Module = nn.Identity()
         self.unused_keys: tuple[str, ...] = ("norm.",)
@@ -73,7 +84,7 @@ class DenseViT(ViTEncoder):
         for number, block in enumerate(self.blocks):
             x = block(x)
             if number in self.out_blocks:
-                tokens = self.norm(x)[:, 1:].transpose(1, 2)
+                tokens = self.norm(x)[:, self.num_cls_tokens :].transpose(1, 2)
                 maps[number] = tokens.unflatten(2, self.grid_size).contiguous()
         return [maps[number] for number in self.out_blocks]
 

@@ -152,6 +152,8 @@ def timm_arguments(model: nn.Module, has_scales: bool = True) -> tuple[str, dict
         options["num_reg_tokens"] = num_registers
         options["global_pool"] = "token"
     elif num_registers > 0:
+        if isinstance(model, DenseViT):
+            raise ValueError("timm's BEiTs, which the encoders of segmentation are, have no registers: --format torch")
         options["reg_tokens"] = num_registers
     if has_scales and getattr(model, "layer_scale", False):
         options["init_values"] = 1.0  # timm makes scales, which the file then sets

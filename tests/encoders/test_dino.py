@@ -6,8 +6,10 @@ import torch
 from timm.optim import param_groups_weight_decay
 from torch.testing import assert_close
 
+from downstream.detection.backbone import ViTDet
 from downstream.probe.models import open_encoder
-from encoders.load import build, load_blocks, read
+from downstream.segmentation.vit_backbone import DenseViT
+from encoders.load import build, load_blocks, load_encoder, read
 from encoders.trained import load
 from frameworks import registry
 from models_mae_pr import MaskedAutoencoderViT
@@ -236,6 +238,17 @@ def test_visible_tokens_are_rotated_by_their_places(throw_ratio, tmp_path):
         assert_close(latent[i], slow_features(model, imgs[i : i + 1], order.ids_visible[i]), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("name", "init_values"),
+    [("rope", 1.0), ("rope_ape", 1.0), ("rope_mixed", 1.0), ("rope_mixed_ape", 1.0), ("rope_mixed_ape", None)],
+)
+def test_other_rotations_are_refused(name, init_values, tmp_path):
+    network = timm.create_model(f"vit_small_patch16_{name}_224", **SIZES, init_values=init_values)
+    torch.save(network.state_dict(), tmp_path / "timm.pth")
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        load(tmp_path / "timm.pth")
+
+
 def test_gated_mlps_are_refused_by_name(tmp_path):
     weights = network_of("dinov2").state_dict()
     weights["blocks.0.mlp.fc1.weight"] = torch.zeros(768, 96)
@@ -323,20 +336,47 @@ def test_they_come_back_from_an_export(global_pool, kind, files, labelled, tmp_p
         assert_close(load(tmp_path / name).model(imgs), expected)
 
 
-def test_others_refuse_what_they_cannot_be(files, labelled, tmp_path, capsys):
-    path = files["dinov3_qkvb"]
-    for model in ("localmim_vit_micro_patch4", "crossmae_vit_micro_patch4"):
-        message = pretrain.refused(capsys, labelled, tmp_path, "--model", model, "--pretrained", path)
-        assert "num_cls_tokens 5" in message
-    message = pretrain.refused(
-        capsys, labelled, tmp_path, "--model", "tec_vit_micro_patch4", "--teacher", path, "--total_batch_size", 8
-    )
-    assert "rotary" in message
-    message = pretrain.refused(capsys, labelled, tmp_path, "--model", "simmim_vit_micro_patch4", "--pretrained", path)
-    assert "rotary" in message
-    striped = write_stripes(tmp_path / "striped")
-    message = segment.refused(capsys, striped, tmp_path / "out", "--finetune", files["dinov2_registers"], code=4)
-    assert "5 class tokens, registers included" in message
+@pytest.mark.parametrize("name", ["localmim", "crossmae", "tec", "simmim", "greenmim", "segmentation", "detection"])
+def test_others_name_encoder_and_task_that_do_not_go_together(name, files, labelled, tmp_path, capsys):
+    weights = files["dinov3_qkvb"]
+    if name in ("segmentation", "detection"):
+        program, write = {"segmentation": (segment, write_stripes), "detection": (detect, write_shapes)}[name]
+        message = program.refused(capsys, write(tmp_path / "data"), tmp_path / "out", "--finetune", weights)
+    else:
+        model = f"{name}_vit_micro_patch4"
+        flags = ["--model", model, "--pretrained", weights]
+        if name == "greenmim":
+            flags[1] = "greenmim_swin_micro_patch4_window4"
+        if name == "tec":
+            flags += ["--teacher", files["dinov2"]]
+        message = pretrain.refused(capsys, labelled, tmp_path / "out", *flags)
+    assert name in message
+    assert "DINOv3" in message
+
+
+def test_teachers_of_rotary_positions_are_refused(files, labelled, tmp_path, capsys):
+    flags = ["--model", "tec_vit_micro_patch4", "--teacher", files["dinov3_qkvb"], "--total_batch_size", 8]
+    assert "rotary" in pretrain.refused(capsys, labelled, tmp_path, *flags)
+
+
+@torch.no_grad()
+def test_dense_tasks_start_with_the_features_of_a_file(files):
+    """In float64; registers and layer scales included."""
+    network = network_of("dinov2_registers", patch_size=4).double()
+    weights = read(files["dinov2_registers"])
+    sizes = dict(patch_size=4, embed_dim=96, depth=4, num_heads=3, img_size=32)
+    segmenter = DenseViT(final_norm=True, num_cls_tokens=5, registers=True, **sizes)
+    detector = ViTDet(pretrain_size=32, window_size=8, layer_scale=True, **sizes)
+    detector.norm = torch.nn.LayerNorm(96, eps=1e-6)
+    detector.norm.load_state_dict({name: weights.tensors[f"norm.{name}"] for name in ("weight", "bias")})
+    of_patches = network.patch_embed(images()) + network.pos_embed
+    without_class_token = network.norm(network.blocks(of_patches))
+    with_class_token = network.forward_features(images())[:, 5:]
+    for model, expected in ((segmenter, with_class_token), (detector, without_class_token)):
+        report = load_encoder(model, weights)
+        assert not report.missing
+        found = model.double().forward_features(images())[:, -64:]
+        assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_without_registers_it_serves_everywhere(files, labelled, tmp_path):
@@ -346,8 +386,13 @@ def test_without_registers_it_serves_everywhere(files, labelled, tmp_path):
         "--max_steps", 3,
     )  # fmt: skip
     pretrain(labelled, tmp_path / "crossmae", "--model", "crossmae_vit_micro_patch4", "--pretrained", path)
-    segment(write_stripes(tmp_path / "striped"), tmp_path / "segmented", "--finetune", path)
-    detect(write_shapes(tmp_path / "shapes"), tmp_path / "detected", "--finetune", files["dinov2_registers"])
+    path = files["dinov2_registers"]
+    for program, data in ((segment, write_stripes(tmp_path / "striped")), (detect, write_shapes(tmp_path / "shapes"))):
+        out = tmp_path / program.module.__name__
+        begun = program(data, out, "--finetune", path, "--num_iters", 4)
+        trained = load(out)
+        assert trained.settings["registers"]
+        assert any("gamma" in name for name in begun["model"])
 
 
 def test_a_new_decoder_trains_alone_at_first(labelled, pretrained, tmp_path):
