@@ -166,6 +166,13 @@ def test_positions_that_a_model_has_no_place_for_are_refused(tmp_path):
         load_encoder(relative_vit_micro_patch4(num_classes=3), tmp_path / "w.pth")
 
 
+def test_keys_of_no_encoder_head_or_decoder_are_refused(tmp_path):
+    weights = a_classifier().state_dict()
+    torch.save(weights | {"mask_token": torch.ones(1), "rope.freqs": torch.ones(2)}, tmp_path / "w.pth")
+    with pytest.raises(CheckpointError, match=r"has no rope\.freqs$"):
+        load_encoder(a_classifier(), tmp_path / "w.pth")
+
+
 # ----------------------------------------------------------------------------------------------------- timm's folders
 
 
