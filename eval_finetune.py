@@ -10,7 +10,7 @@ from encoders.trained import Trained, load, note_on_view
 from engine_finetune import evaluate_images
 from util import collectives
 from util.collectives import print_on_rank0
-from util.data.images import FolderImages, Images
+from util.data.images import FolderImages, Images, Reading
 from util.data.open import open_everywhere
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import normalizer
@@ -112,7 +112,7 @@ def evaluate_set(
     score = make_score(args, classifier, settings, RGB8, process)
 
     def score_folder(folder: Path) -> dict[str, float]:
-        images = FolderImages(folder, labelled=True, use_pillow=args.loader == "reference")
+        images = FolderImages(folder, labelled=True, reading=Reading(use_pillow=args.loader == "reference"))
         return score(images, columns=robustness.find_columns(args.eval_set, images.classes, wnids))
 
     if args.eval_set == "imagenet_c":

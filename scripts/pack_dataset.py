@@ -37,8 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from util.atomic import replaced_file
 from util.data.folders import MissingSplit, SplitFiles, find_files
-from util.data.images import FolderImages, ImageError
-from util.data.open import marks_of
+from util.data.images import FolderImages, ImageError, Reading
 from util.data.pixel_format import RGB8
 from util.data.tars import (
     CHECKSUM,
@@ -225,8 +224,7 @@ def open_source(files: SplitFiles, args: argparse.Namespace) -> FolderImages:
     """Returns the images to pack. ValueError if there are none, or if they cannot be packed with these flags."""
     if files.tars:
         raise ValueError(f"SOURCE {str(files.root)!r} holds tars: train on it as it is")
-    invalid = marks_of(vars(args))
-    images = FolderImages(files.root, notes=files.notes, in_chans=args.in_chans, invalid=invalid)
+    images = FolderImages(files.root, notes=files.notes, reading=Reading.from_settings(vars(args)))
     images.check(max_bad_fraction=0.01)  # as in training
     if args.quality is not None and images.pixel_format != RGB8:
         problem = f"{str(files.root)!r} has {images.pixel_format}"

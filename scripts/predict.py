@@ -37,8 +37,7 @@ from encoders.trained import load, note_on_view
 from scripts.parts.predict_classes import Probabilities
 from util.code_version import code_version
 from util.collectives import print_on_rank0
-from util.data.images import EncodedImages
-from util.data.open import marks_of
+from util.data.images import EncodedImages, Reading
 from util.data.pixel_format import PixelFormat
 from util.data.statistics import normalizer
 from util.evaluate.loop import context_of_flags
@@ -94,9 +93,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def open_images(args: argparse.Namespace, settings: Mapping[str, Any]) -> EncodedImages:
     """Opens the images as the run's were read. ValueError if there are none that the model takes."""
-    invalid = marks_of(settings)
-    use_pillow = settings.get("loader") == "reference"
-    images = open_unlabelled(args.images, in_chans=settings["in_chans"], use_pillow=use_pillow, invalid=invalid)
+    images = open_unlabelled(args.images, Reading.from_settings(settings))
 
     def format_of_large(i: int) -> PixelFormat:
         return LargeTiff(images, i).pixels

@@ -25,8 +25,8 @@ from frameworks.registry import load_run
 from util import pictures
 from util.atomic import prepare_file
 from util.data.folders import refuse_inside_data
-from util.data.images import evenly_spaced
-from util.data.open import marks_of, open_images
+from util.data.images import Reading, evenly_spaced
+from util.data.open import find_source, open_source
 from util.data.statistics import normalizer
 from util.flag import Flag
 from util.run.cli import Parser
@@ -52,14 +52,9 @@ def show_run(args: argparse.Namespace) -> None:
         data_path = args.images
         image_column = None
     refuse_inside_data("--out", args.out, dataset, data_path)
-    images = open_images(
-        dataset,
-        data_path,
-        "val",
-        in_chans=settings.get("in_chans", 3),
-        image_column=image_column,
-        invalid=marks_of(settings),
-    )
+    reading = Reading.from_settings({"in_chans": 3, **settings, "loader": "fast"})
+    source = find_source(dataset, data_path, "val", reading=reading, image_column=image_column)
+    images = open_source(source)
     measured = evenly_spaced(len(images), args.max_images)
     errors_by_name = measure(model, settings, images, measured)
     lines = []

@@ -19,8 +19,8 @@ from downstream.common import scaled_size
 from downstream.detection.annotations import count_beyond, read_coco
 from downstream.detection.masks import decode_mask
 from util.addressed import AUGMENT, addressed_numbers
-from util.data.images import ImageError, ImageFiles
-from util.data.invalid_pixels import InvalidPixels, resize_valid
+from util.data.images import AS_RGB, ImageError, ImageFiles, Reading
+from util.data.invalid_pixels import resize_valid
 from util.data.pixel_format import Header
 from util.data.transforms import Size, mirror, resize
 from util.text import count_of, list_shares
@@ -50,8 +50,8 @@ class CocoImages(ImageFiles):
     """The images of a COCO-style JSON file. `load(i)` returns ([H, W, C], 0), `annotations(i)` its objects.
 
     training: leave out crowds, boxes without area inside the image, and then images without objects, as detectron2
-    does. `notes` says how many. Otherwise every image of the file is kept. in_chans: channels of the images; 3 are RGB
-    of 8 bits. invalid: what marks invalid pixels. Objects on them are kept as they are annotated.
+    does. `notes` says how many. Otherwise every image of the file is kept. Objects on invalid pixels are kept as they
+    are annotated.
 
     categories: [(id, name)] in the order of the ids. A label is a category's place in it, counted from 1.
     num_objects, num_masks: how many annotations are no crowds, and how many of them have a segmentation.
@@ -65,8 +65,7 @@ class CocoImages(ImageFiles):
         json_path: str | Path,
         image_root: str | Path,
         training: bool,
-        in_chans: int = 3,
-        invalid: InvalidPixels | None = None,
+        reading: Reading = AS_RGB,
     ) -> None:
         self.json_path = Path(json_path)
         content = read_coco(self.json_path)
@@ -88,7 +87,7 @@ class CocoImages(ImageFiles):
                 )
             images = with_objects
         samples = [(image["file_name"], 0) for image in images]
-        super().__init__(image_root, samples, classes=[], notes=notes, in_chans=in_chans, invalid=invalid)
+        super().__init__(image_root, samples, classes=[], notes=notes, reading=reading)
         if not training:
             self.num_checked = len(images)  # an evaluation fails after hours
         self.ids = np.array([image["id"] for image in images], np.int64)

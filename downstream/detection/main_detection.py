@@ -31,8 +31,7 @@ from downstream.recipes import DETECTION_RECIPES, MASK_RCNN_DEFAULTS
 from encoders.load import load_encoder, read_first
 from encoders.trained import load
 from util.data.datasets import AddressedDataset, StepBatchSampler
-from util.data.images import check_classes, check_splits, note_on_small_images
-from util.data.open import marks_of
+from util.data.images import Reading, check_classes, check_splits, note_on_small_images
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.results import folder_of_eval
 from util.flag import Flag
@@ -162,8 +161,7 @@ def open_split(args: argparse.Namespace, split: str) -> CocoImages:
         root / getattr(args, f"{split}_json"),
         root / getattr(args, f"{split}_images"),
         training=split == "train",
-        in_chans=args.in_chans,
-        invalid=marks_of(vars(args)),
+        reading=Reading.from_settings(vars(args)),
     )
     return common.open_and_check(args, split, open_images)
 

@@ -24,8 +24,8 @@ from downstream.common import scaled_size
 from util.addressed import AUGMENT, addressed_numbers
 from util.data.decode import PILLOW_ERRORS, has_16_bits, open_image, refuse_unlike_rgb
 from util.data.folders import list_images, note_unread, spelling, split_of
-from util.data.images import ImageError, ImageFiles, evenly_spaced, read_file
-from util.data.invalid_pixels import InvalidPixels, invalid_everywhere, resize_valid
+from util.data.images import AS_RGB, ImageError, ImageFiles, Reading, evenly_spaced, read_file
+from util.data.invalid_pixels import invalid_everywhere, resize_valid
 from util.data.transforms import TRIES, Size, mirror
 from util.text import count_of, shorten
 
@@ -106,9 +106,9 @@ class LabelValues:
 class SegmentationImages(ImageFiles):
     """Pairs of an image and its label map. `load(i)` returns the image alone, `load_sample(i)` the pair.
 
-    in_chans: channels of the images. Images become RGB of 8 bits if it is 3. invalid: what marks invalid pixels; those
-    that are invalid in all channels have no class.
-    num_pixels: int64 [256], how many pixels have each value in the label files that `check` has read.
+    Pixels that are invalid in all channels have no class. num_pixels: int64 [256], how many pixels have each value in
+    the label files that `check` has read.
+
     ValueError if folders or files are missing, if the split is empty, or if an image has no label file or the other way
     round. ImageError, from `check` and `load_sample`, if a file is unreadable, sizes differ, or a value has no class.
     """
@@ -118,8 +118,7 @@ class SegmentationImages(ImageFiles):
         data_path: str | Path,
         split: str,
         values: LabelValues,
-        in_chans: int = 3,
-        invalid: InvalidPixels | None = None,
+        reading: Reading = AS_RGB,
     ) -> None:
         self.split = split
         self.values = values
@@ -142,7 +141,7 @@ class SegmentationImages(ImageFiles):
         if without_image:
             raise ValueError(f"label files without an image in {str(image_root)!r}: {shorten(without_image)}{not_read}")
         samples = [(name, 0) for name in images.values()]
-        super().__init__(image_root, samples, classes=[], notes=notes, in_chans=in_chans, invalid=invalid)
+        super().__init__(image_root, samples, classes=[], notes=notes, reading=reading)
         self.label_names = np.array([os.fsencode(labels[stem]) for stem in images])
         if split != "train":
             self.num_checked = len(self)  # an evaluation fails after hours

@@ -45,8 +45,7 @@ from encoders.trained import load
 from util import collectives
 from util.collectives import print_on_rank0
 from util.data.datasets import AddressedDataset, StepBatchSampler
-from util.data.images import check_splits, note_on_small_images
-from util.data.open import marks_of
+from util.data.images import Reading, check_splits, note_on_small_images
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.results import folder_of_eval
 from util.flag import Flag
@@ -211,8 +210,7 @@ def open_split(args: argparse.Namespace, split: str) -> SegmentationImages:
     ValueError on all ranks if a file cannot be used, or if no pixel has a class.
     """
     values = LabelValues(args.num_classes, args.ignore_index, args.reduce_zero_label, args.label_values)
-    invalid = marks_of(vars(args))
-    open_images = partial(SegmentationImages, args.data_path, split, values, args.in_chans, invalid)
+    open_images = partial(SegmentationImages, args.data_path, split, values, Reading.from_settings(vars(args)))
     return common.open_and_check(args, split, open_images)
 
 

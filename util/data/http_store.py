@@ -1,4 +1,8 @@
-"""Files of web servers that answer range requests, by `requests`: certificates, proxies and ~/.netrc are as there."""
+"""Files of web servers that answer range requests, by `requests`: certificates, proxies and ~/.netrc are as there.
+
+fsspec's HTTP is not used: it reads an answer to its end, also a whole shard from a server without ranges, and takes the
+bytes of another range. Its file system of the Hub reads one range after another.
+"""
 
 import errno
 import os

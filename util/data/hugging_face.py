@@ -16,8 +16,7 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from util.data.folders import MissingSplit, choose_split, note_stand_in, split_of
-from util.data.images import EncodedImages, ImageError, read_file
-from util.data.invalid_pixels import InvalidPixels
+from util.data.images import AS_RGB, EncodedImages, ImageError, Reading, read_file
 from util.text import count_of, shorten
 
 SAVED = ("dataset_dict.json", "state.json")  # files of `DatasetDict.save_to_disk` and of `Dataset.save_to_disk`
@@ -46,9 +45,7 @@ class HuggingFaceImages(EncodedImages):
         label_column: str | None = None,
         pinned_path: str | None = None,
         notes: Sequence[str] = (),
-        in_chans: int = 3,
-        use_pillow: bool = False,
-        invalid: InvalidPixels | None = None,
+        reading: Reading = AS_RGB,
     ) -> None:
         if not len(dataset):
             raise ValueError(f"{root} has no rows")
@@ -63,7 +60,7 @@ class HuggingFaceImages(EncodedImages):
         for i, path in enumerate(self.paths.to_pylist()):
             names.append(row_name(i, path, in_a_file=self.sizes[i] < 0))
         classes, labels = read_labels(dataset, root, label_column, labelled)
-        super().__init__(root, np.array(names), labels, classes, notes, in_chans, use_pillow, invalid)
+        super().__init__(root, np.array(names), labels, classes, notes, reading)
 
     def path(self, i: int) -> str:
         return f"row {i} of {self.root} ({self.paths[i].as_py() or 'no path'})"
@@ -107,9 +104,7 @@ def open_hugging_face(
     labelled: bool = False,
     image_column: str | None = None,
     label_column: str | None = None,
-    in_chans: int = 3,
-    use_pillow: bool = False,
-    invalid: InvalidPixels | None = None,
+    reading: Reading = AS_RGB,
 ) -> HuggingFaceImages:
     """Returns the images of a split; downloads and converts the data if it is not in the cache of `datasets`.
 
@@ -120,9 +115,7 @@ def open_hugging_face(
     name, notes = choose_rows(list(splits), split, labelled, root)
     if name:
         root = f"{root}, split {name}"
-    return HuggingFaceImages(
-        splits[name], root, labelled, image_column, label_column, pinned_path, notes, in_chans, use_pillow, invalid
-    )
+    return HuggingFaceImages(splits[name], root, labelled, image_column, label_column, pinned_path, notes, reading)
 
 
 def choose_rows(names: list[str], split: str, labelled: bool, source: str) -> tuple[str, list[str]]:

@@ -12,8 +12,9 @@ import io
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +23,16 @@ from PIL import TiffImagePlugin, UnidentifiedImageError
 
 from util.data.decode import PILLOW_ERRORS, open_image
 from util.data.folders import find_samples, spelling
-from util.data.pixel_format import GDAL_NODATA, RGB8, Header, PixelFormat, read_header, read_pixels, tifffile
+from util.data.pixel_format import (
+    GDAL_NODATA,
+    RGB8,
+    Header,
+    PixelFormat,
+    declares_invalid,
+    read_header,
+    read_pixels,
+    tifffile,
+)
 from util.text import count_of, describe_owner, shorten
 
 if TYPE_CHECKING:
@@ -50,17 +60,13 @@ def evenly_spaced(length: int, most: int) -> np.ndarray:
     return np.unique(np.linspace(0, length - 1, min(most, length)).astype(int))
 
 
-def retry_io(read: Callable[[], T], waits: Sequence[float] = (0.1, 1.0, 10.0), within: float = math.inf) -> T:
-    """Returns `read()`. If the storage fails, tries again after each of the `waits`, in seconds.
-
-    within: seconds after which no other try begins, however long each has waited for an answer.
-    """
-    end = time.monotonic() + within
+def retry_io(read: Callable[[], T], waits: Sequence[float] = (0.1, 1.0, 10.0)) -> T:
+    """Returns `read()`. If the storage fails, tries again after each of the `waits`, in seconds."""
     for seconds in waits:
         try:
             return read()
         except OSError as error:
-            if error.errno in FILE_ERRORS or time.monotonic() > end:
+            if error.errno in FILE_ERRORS:
                 raise
             time.sleep(seconds)
     return read()
@@ -80,6 +86,37 @@ def unreadable(path: str, error: Exception) -> str:
     if isinstance(error, PermissionError):
         return f"{path!r} cannot be read: {error.strerror} ({describe_owner(path)}); ask for access"
     return f"{path!r} is not a readable image ({error})"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How encoded images are read. ValueError if the parts do not go with each other.
+
+    in_chans: channels that are wanted; 3 are RGB of 8 bits. use_pillow: decode everything by Pillow, as torchvision's
+    ImageFolder does. invalid: what marks invalid pixels; None: all pixels are valid.
+    """
+
+    in_chans: int = 3
+    use_pillow: bool = False
+    invalid: "InvalidPixels | None" = None
+
+    def __post_init__(self) -> None:
+        if self.invalid is not None:
+            self.invalid.check(self.in_chans)
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> "Reading":
+        """Returns what flags, or the settings of a run, say."""
+        in_chans = settings["in_chans"]
+        use_pillow = settings.get("loader") == "reference"
+        if not declares_invalid(settings):
+            return cls(in_chans, use_pillow)
+        from util.data.invalid_pixels import InvalidPixels
+
+        return cls(in_chans, use_pillow, InvalidPixels.from_settings(settings))
+
+
+AS_RGB = Reading()
 
 
 class Images:
@@ -153,8 +190,7 @@ class Images:
 class EncodedImages(Images):
     """Images that are stored encoded. Subclasses define `path` and `read`.
 
-    names: bytes [n]. use_pillow: decode everything by Pillow, as torchvision's ImageFolder does. invalid: what marks
-    invalid pixels. `check` finds out the `pixel_format` of all images.
+    names: bytes [n]. `check` finds out the `pixel_format` of all images.
     """
 
     num_checked = 1000  # headers that `check` reads
@@ -167,15 +203,13 @@ class EncodedImages(Images):
         labels: np.ndarray,
         classes: Sequence[str],
         notes: Sequence[str] = (),
-        in_chans: int = 3,
-        use_pillow: bool = False,
-        invalid: "InvalidPixels | None" = None,
+        reading: Reading = AS_RGB,
     ) -> None:
         super().__init__(root, labels, classes, notes)
         self.names = names
-        self.in_chans = in_chans
-        self.use_pillow = use_pillow
-        self.invalid = invalid
+        self.in_chans = reading.in_chans
+        self.use_pillow = reading.use_pillow
+        self.invalid = reading.invalid
 
     def read(self, i: int) -> bytes:
         """Returns the encoded bytes of image i; ImageError if that file is missing or unreadable."""
@@ -348,14 +382,12 @@ class ImageFiles(EncodedImages):
         samples: Sequence[tuple[str, int]],
         classes: Sequence[str],
         notes: Sequence[str] = (),
-        in_chans: int = 3,
-        use_pillow: bool = False,
-        invalid: "InvalidPixels | None" = None,
+        reading: Reading = AS_RGB,
     ) -> None:
         # Arrays, because forked workers share their memory. Reading a list would copy it into each worker.
         names = np.array([os.fsencode(path) for path, _ in samples])
         labels = np.array([label for _, label in samples], np.int64)
-        super().__init__(root, names, labels, classes, notes, in_chans, use_pillow, invalid)
+        super().__init__(root, names, labels, classes, notes, reading)
 
     def read(self, i: int) -> bytes:
         return read_file(self.path(i))
@@ -378,12 +410,10 @@ class FolderImages(ImageFiles):
         root: str | Path,
         labelled: bool = False,
         notes: Sequence[str] = (),
-        in_chans: int = 3,
-        use_pillow: bool = False,
-        invalid: "InvalidPixels | None" = None,
+        reading: Reading = AS_RGB,
     ) -> None:
         classes, samples, more_notes = find_samples(root, labelled)
-        super().__init__(root, samples, classes, [*notes, *more_notes], in_chans, use_pillow, invalid)
+        super().__init__(root, samples, classes, [*notes, *more_notes], reading)
 
 
 def find_storage_error(images: Images) -> OSError | None:

@@ -5,16 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from util import collectives
 from util.data.folders import find_files, folder_identity
-from util.data.images import FolderImages, Images, refuse_single_class
-from util.data.pixel_format import declares_invalid
+from util.data.images import AS_RGB, FolderImages, Images, Reading, refuse_single_class
 from util.urls import is_url
-
-if TYPE_CHECKING:
-    from util.data.invalid_pixels import InvalidPixels
 
 DOWNLOADED = ("cifar10", "cifar100")  # data sets that are downloaded if they are missing
 INATURALIST = {"inat18": 2018, "inat19": 2019}
@@ -40,22 +36,17 @@ def find_source(
     data_path: str | Path,
     split: str = "train",
     labelled: bool = False,
+    reading: Reading = AS_RGB,
     image_column: str | None = None,
     label_column: str | None = None,
-    in_chans: int = 3,
-    use_pillow: bool = False,
-    invalid: "InvalidPixels | None" = None,
 ) -> ImageSource:
     """Finds the images of a split. A module of other data than folders is imported when there is such data.
 
     dataset: one of DATASETS; "folder" also reads tars. labelled: every image must have a class. image_column,
-    label_column: of "hf". in_chans: channels of the images. use_pillow: decode everything by Pillow. invalid: what
-    marks invalid pixels. ValueError if there is no such data.
+    label_column: of "hf". ValueError if there is no such data.
     """
     folder = Path(data_path)
-    reading: dict[str, Any] = {"in_chans": in_chans, "use_pillow": use_pillow, "invalid": invalid}
-    if invalid is not None:
-        invalid.check(in_chans)
+    open_here: Callable[[], Images]
     if dataset != "folder" and is_url(data_path):
         raise ValueError(f"--dataset {dataset} reads no URL, such as {str(data_path)!r}")
     if dataset == "hf":
@@ -63,41 +54,40 @@ def find_source(
             from util.data.hugging_face import open_hugging_face
         except ImportError as error:
             raise ValueError(f"--dataset hf needs a package: pip install {error.name}") from error
-        columns = (image_column, label_column)
-        return ImageSource(
-            folder, partial(open_hugging_face, data_path, split, labelled, *columns, **reading), writes_files=True
-        )
+        open_here = partial(open_hugging_face, data_path, split, labelled, image_column, label_column, reading)
+        return ImageSource(folder, open_here, writes_files=True)
     if image_column or label_column:
         raise ValueError(f"--image_column and --label_column are for --dataset hf, not for {dataset}: leave them out")
     if dataset in DOWNLOADED:
         from util.data.published import CifarImages
 
-        if in_chans != 3 or invalid is not None:
+        if reading.in_chans != 3 or reading.invalid is not None:
             flags = "--in_chans, --nodata, --mask_band and --bands"
             raise ValueError(f"--dataset {dataset} has 3 channels, all of them valid: leave out {flags}")
         return ImageSource(folder, partial(CifarImages, dataset, data_path, split), writes_files=True)
     if dataset in INATURALIST:
         from util.data.published import INaturalistImages
 
-        return ImageSource(folder, partial(INaturalistImages, data_path, split, INATURALIST[dataset], **reading))
+        return ImageSource(folder, partial(INaturalistImages, data_path, split, INATURALIST[dataset], reading))
     if is_url(data_path):
         from util.data.remote import open_store
         from util.data.remote_tars import find_split, open_remote_tars
 
         store = open_store(str(data_path))
         place, notes = find_split(store, split, labelled)
-        return ImageSource(folder, partial(open_remote_tars, store, place, labelled, notes, **reading))
+        return ImageSource(folder, partial(open_remote_tars, store, place, labelled, notes, reading))
     files = find_files(data_path, split, labelled)
     if files.tars:
         from util.data.tars import open_tars
 
-        return ImageSource(
-            files.root, partial(open_tars, files.tars, labelled, files.notes, **reading), writes_files=True
-        )
-    return ImageSource(files.root, partial(FolderImages, files.root, labelled, files.notes, **reading))
+        open_here = partial(open_tars, files.tars, labelled, files.notes, reading)
+        return ImageSource(files.root, open_here, writes_files=True)
+    return ImageSource(files.root, partial(FolderImages, files.root, labelled, files.notes, reading))
 
 
-def open_source(source: ImageSource, split: str, labelled: bool, max_bad_fraction: float) -> Images:
+def open_source(
+    source: ImageSource, split: str = "train", labelled: bool = False, max_bad_fraction: float = 0.0
+) -> Images:
     """Returns the images of a source, after a look at them. labelled: for training there must be two classes or more.
 
     max_bad_fraction: of the image headers that are checked. ImageError if more are bad, or if one has other channels.
@@ -115,25 +105,13 @@ def open_images(
     split: str = "train",
     labelled: bool = False,
     max_bad_fraction: float = 0.0,
-    **options: Any,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    **reading: Any,
 ) -> Images:
-    """Returns the images of a split. options: see `find_source`."""
-    source = find_source(dataset, data_path, split, labelled, **options)
+    """Returns the images of a split, see `find_source` and `open_source`. reading: parts of a `Reading`."""
+    source = find_source(dataset, data_path, split, labelled, Reading(**reading), image_column, label_column)
     return open_source(source, split, labelled, max_bad_fraction)
-
-
-def marks_of(settings: Mapping[str, Any]) -> "InvalidPixels | None":
-    """Returns what flags, or the settings of a run, declare as invalid; None: all pixels are valid.
-
-    ValueError if that does not go with images of `in_chans` channels.
-    """
-    if not declares_invalid(settings):
-        return None
-    from util.data.invalid_pixels import InvalidPixels
-
-    invalid = InvalidPixels.from_settings(settings)
-    invalid.check(settings["in_chans"])
-    return invalid
 
 
 # --------------------------------------------------------------------------------------------------------- all ranks
@@ -166,9 +144,7 @@ def open_everywhere(
             labelled=labelled,
             image_column=args.image_column,
             label_column=args.label_column,
-            in_chans=pixel_settings["in_chans"],
-            use_pillow=args.loader == "reference",
-            invalid=marks_of(pixel_settings),
+            reading=Reading.from_settings({**pixel_settings, "loader": args.loader}),
         )
 
     @cache

@@ -7,8 +7,7 @@ import numpy as np
 import torchvision
 
 from util.data.folders import MissingSplit
-from util.data.images import ImageFiles, Images
-from util.data.invalid_pixels import InvalidPixels
+from util.data.images import AS_RGB, ImageFiles, Images, Reading
 
 
 class INaturalistImages(ImageFiles):
@@ -22,9 +21,7 @@ class INaturalistImages(ImageFiles):
         data_path: str | Path,
         split: str,
         year: int,
-        in_chans: int = 3,
-        use_pillow: bool = False,
-        invalid: InvalidPixels | None = None,
+        reading: Reading = AS_RGB,
     ) -> None:
         path = Path(data_path) / f"{split}{year}.json"
         if not path.is_file():
@@ -37,7 +34,7 @@ class INaturalistImages(ImageFiles):
         label_of = {category: label for label, category in enumerate(ids)}
         samples = [(name, label_of[category_of[image]]) for image, name in sorted(names.items())]
         classes = [categories[category] for category in ids]
-        super().__init__(data_path, samples, classes, (), in_chans, use_pillow, invalid)
+        super().__init__(data_path, samples, classes, (), reading)
 
 
 class CifarImages(Images):

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from util.data.folders import MissingSplit, choose_split, note_stand_in
+from util.data.images import AS_RGB, Reading
 from util.data.remote import MAX_READS, SLOWEST, TIMEOUT, Call, Store, joined, retry
 from util.data.tars import INDEX, Span, TarImages, invalid_index, objection, parse_index
 
@@ -107,7 +107,7 @@ def find_split(store: Store, split: str, labelled: bool) -> tuple[str, list[str]
 
 
 def open_remote_tars(
-    store: Store, folder: str, labelled: bool = False, notes: Sequence[str] = (), **reading: Any
+    store: Store, folder: str, labelled: bool = False, notes: Sequence[str] = (), reading: Reading = AS_RGB
 ) -> TarImages:
     """Returns the images of packed shards in a folder of a store, whose index is read.
 
@@ -115,7 +115,7 @@ def open_remote_tars(
     """
     storage = RemoteTars(store, folder)
     index = parse_index(read_whole_index(storage), storage.path(INDEX))
-    images = TarImages(index, storage, notes, **reading)
+    images = TarImages(index, storage, notes, reading)
     if labelled and not images.classes:
         raise ValueError(f"the images of {storage.root!r} have no labels: pack class folders")
     return images

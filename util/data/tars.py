@@ -13,11 +13,11 @@ import json
 import os
 import resource
 import tarfile
-import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -27,8 +27,7 @@ from safetensors.numpy import load, save
 
 from util.atomic import replaced_file
 from util.data.folders import is_hidden, is_image, split_of
-from util.data.images import FILE_ERRORS, EncodedImages, ImageError, retry_io
-from util.data.invalid_pixels import InvalidPixels
+from util.data.images import AS_RGB, FILE_ERRORS, EncodedImages, ImageError, Reading, retry_io
 from util.text import count_of, shorten
 
 INDEX = "prmim-index.safetensors"  # beside the shards of pack_dataset.py
@@ -353,8 +352,7 @@ class LocalTars:
     def __init__(self, folder: Path) -> None:
         self.root: str | Path = folder
         self.folder = folder
-        self._files: dict[str, BinaryIO] = {}
-        self._lock = threading.Lock()
+        self._open = lru_cache(MAX_OPEN)(self._open_tar)  # closes what has left it
 
     def path(self, tar: str) -> str:
         return str(self.folder / tar)
@@ -375,24 +373,14 @@ class LocalTars:
 
     def _read_at(self, span: Span) -> bytes:
         """Reads from a tar. After an error it is opened again, because an open file of NFS may be stale."""
-        file = self._file(span.tar)
         try:
-            return os.pread(file.fileno(), span.size, span.offset)
+            return os.pread(self._open(span.tar).fileno(), span.size, span.offset)
         except OSError:
-            with self._lock:
-                if self._files.get(span.tar) is file:
-                    del self._files[span.tar]
+            self._open.cache_clear()
             raise
 
-    def _file(self, tar: str) -> BinaryIO:
-        """Returns an open tar. It is closed when no thread reads it any more, and it has left `_files`."""
-        with self._lock:
-            if tar not in self._files:
-                if len(self._files) >= MAX_OPEN:
-                    oldest = next(iter(self._files))
-                    del self._files[oldest]
-                self._files[tar] = open(self.folder / tar, "rb", buffering=0)
-            return self._files[tar]
+    def _open_tar(self, tar: str) -> BinaryIO:
+        return open(self.folder / tar, "rb", buffering=0)
 
 
 class TarImages(EncodedImages):
@@ -408,9 +396,7 @@ class TarImages(EncodedImages):
         index: Index,
         storage: TarStorage,
         notes: Sequence[str] = (),
-        in_chans: int = 3,
-        use_pillow: bool = False,
-        invalid: InvalidPixels | None = None,
+        reading: Reading = AS_RGB,
     ) -> None:
         self.rows, self.content = index
         self.storage = storage
@@ -430,9 +416,7 @@ class TarImages(EncodedImages):
             self.rows["label"],
             self.content["classes"],
             [*self.content["notes"], *notes],
-            in_chans,
-            use_pillow,
-            invalid,
+            reading,
         )
 
     def fingerprint(self) -> str:
@@ -472,9 +456,7 @@ def open_tars(
     tars: Sequence[Path],
     labelled: bool = False,
     notes: Sequence[str] = (),
-    in_chans: int = 3,
-    use_pillow: bool = False,
-    invalid: InvalidPixels | None = None,
+    reading: Reading = AS_RGB,
 ) -> TarImages:
     """Returns the images of tars in one folder, through the index of pack_dataset.py or else through one of a scan.
 
@@ -483,7 +465,7 @@ def open_tars(
     root = tars[0].parent
     packed = root / INDEX
     index = read_index(packed) if packed.exists() else find_index(root, tars)
-    images = TarImages(index, LocalTars(root), notes, in_chans, use_pillow, invalid)
+    images = TarImages(index, LocalTars(root), notes, reading)
     indexed = set(images.tars)
     given = {tar.name for tar in tars}
     if indexed != given:

@@ -19,7 +19,15 @@ from tqdm import tqdm
 
 from util.data.datasets import Address
 from util.data.folders import IMG_EXTENSIONS, is_image, list_folder, list_images, note_unread
-from util.data.images import EncodedImages, ImageError, ImageFiles, MissingImage, find_storage_error
+from util.data.images import (
+    AS_RGB,
+    EncodedImages,
+    ImageError,
+    ImageFiles,
+    MissingImage,
+    Reading,
+    find_storage_error,
+)
 from util.data.loader import Loader
 from util.data.tars import TarImages, open_tars
 from util.data.transforms import to_tensor
@@ -36,35 +44,34 @@ FOREIGN = (RESULTS, "predictions.csv", "labels", "pictures", "detections.json", 
 # ------------------------------------------------------------------------------------------------------------- images
 
 
-def open_unlabelled(path: str | Path, **options: Any) -> EncodedImages:
+def open_unlabelled(path: str | Path, reading: Reading = AS_RGB) -> EncodedImages:
     """Returns all images of a folder and the folders in it, of its tars, of a tar, of a text file of paths, or one.
 
-    A path in a text file is relative to the working folder. options: `in_chans`, `use_pillow` and `invalid` of
-    `EncodedImages`. ValueError if there are none.
+    A path in a text file is relative to the working folder. ValueError if there are none.
     """
     path = Path(path)
     if path.is_dir():
         unread: Counter[str] = Counter()
         names = list_images(path, "", unread)
         if names:
-            return ImageFiles(path, [(name, 0) for name in names], [], note_unread(unread), **options)
+            return ImageFiles(path, [(name, 0) for name in names], [], note_unread(unread), reading)
         tars = [path / name for name in list_folder(path).tars]
         if tars:
-            return open_tars(tars, **options)
+            return open_tars(tars, reading=reading)
         raise ValueError(
             f"{str(path)!r} and the folders in it hold no image or tar; read are {', '.join(IMG_EXTENSIONS)}"
         )
     if not path.is_file():
         raise ValueError(f"{str(path)!r} does not exist: give a folder of images, a tar, a list of paths, or an image")
     if path.suffix == ".tar":
-        return open_tars([path], **options)
+        return open_tars([path], reading=reading)
     paths = [str(path)]
     if not is_image(path.name):
         paths = read_list(path)
     absolute = [os.path.abspath(listed) for listed in paths]
     root = os.path.commonpath([os.path.dirname(listed) for listed in absolute])
     samples = [(os.path.relpath(listed, root), 0) for listed in dict.fromkeys(absolute)]
-    return ImageFiles(root, samples, [], **options)
+    return ImageFiles(root, samples, [], reading=reading)
 
 
 def read_list(path: Path) -> list[str]:

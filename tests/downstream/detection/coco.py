@@ -6,6 +6,7 @@ import numpy as np
 from PIL import Image
 
 from downstream.detection.data import CocoImages
+from util.data.images import Reading
 
 BAR = 7
 WEDGE = 3
@@ -92,4 +93,4 @@ def write_coco(
 def open_split(root, split="train", training=True, in_chans=3):
     """Opens the images that `write_coco` has written."""
     json_path = root / "annotations" / f"instances_{split}2017.json"
-    return CocoImages(json_path, root / f"{split}2017", training, in_chans)
+    return CocoImages(json_path, root / f"{split}2017", training, Reading(in_chans))

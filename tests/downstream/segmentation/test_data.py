@@ -25,7 +25,7 @@ from downstream.segmentation.data import (
 from tests.conftest import write_photo
 from tests.downstream.bands import bands, write_bands
 from tests.downstream.segmentation.pairs import write_pairs
-from util.data.images import ImageError
+from util.data.images import ImageError, Reading
 
 STRIPES = [1, 1, 1, 2, 2, 2, 255, 255, 255, 0, 0, 0]  # of the second image
 LABEL = "annotations/training/1.png"
@@ -34,7 +34,7 @@ SEVENS = np.full((30, 40), 7, np.uint8)
 
 
 def open_pairs(root, num_classes=3, in_chans=3, split="train", **values):
-    return SegmentationImages(root, split, LabelValues(num_classes, **values), in_chans)
+    return SegmentationImages(root, split, LabelValues(num_classes, **values), Reading(in_chans))
 
 
 def save(array, path):

@@ -19,7 +19,7 @@ from tests.util.data.test_pixel_format import (
     write_tiff,
 )
 from util.data.datasets import AddressedDataset
-from util.data.images import FolderImages, ImageError
+from util.data.images import FolderImages, ImageError, Reading
 from util.data.invalid_pixels import InvalidPixels, transform_valid
 from util.data.open import open_images
 from util.data.pixel_format import PixelFormat, declares_invalid, nodata_value
@@ -199,7 +199,7 @@ def test_a_file_of_another_number_of_bands_or_type_is_named(tmp_path):
     declared = InvalidPixels(0.0, bands=((0, 1, 2),))
     with pytest.raises(ImageError, match=r"3\.npy"):
         open_images("folder", tmp_path, in_chans=5, invalid=declared)
-    images = FolderImages(tmp_path, in_chans=5, invalid=declared)
+    images = FolderImages(tmp_path, reading=Reading(5, invalid=declared))
     images.num_checked = 1
     images.check()
     for i in (3, 4):

@@ -14,7 +14,7 @@ from tests.util.data.test_decode import deep_colour_png
 from util.data import pixel_format, statistics
 from util.data.attention_maps import Squash
 from util.data.datasets import AddressedDataset
-from util.data.images import FolderImages, ImageError
+from util.data.images import FolderImages, ImageError, Reading
 from util.data.loader import Loader
 from util.data.open import open_images
 from util.data.padded_crop import PaddedCropFlip
@@ -233,7 +233,7 @@ def test_other_files_are_refused_by_name_at_the_check_and_later(tmp_path, kind):
         open_images("folder", tmp_path, in_chans=in_chans)
     for name in ("0", "2"):
         np.save(tmp_path / f"{name}.npy", pixels(in_chans, "uint8"))
-    images = FolderImages(tmp_path, in_chans=in_chans)
+    images = FolderImages(tmp_path, reading=Reading(in_chans))
     images.num_checked = 2
     images.check()
     images.load(0)

@@ -12,7 +12,7 @@ from tests.downstream.dense import detect, segment, write_shapes, write_stripes
 from tests.downstream.detection.coco import write_coco
 from tests.downstream.segmentation.pairs import write_pairs
 from tests.runs import finetune, pretrain, refused
-from util.data.images import ImageFiles
+from util.data.images import ImageFiles, Reading
 from util.data.invalid_pixels import InvalidPixels
 from util.data.pictures import BAR, PANEL
 from util.data.survey import describe_pixels
@@ -176,7 +176,7 @@ def test_values_sizes_and_invalid_shares_are_those_of_the_images(tmp_path):
         np.save(tmp_path / f"{i}.npy", img)
     (tmp_path / "3.npy").write_bytes(b"no array")
     samples = [(f"{i}.npy", 0) for i in range(4)]
-    images = ImageFiles(tmp_path, samples, [], in_chans=2, invalid=InvalidPixels(nodata=0))
+    images = ImageFiles(tmp_path, samples, [], reading=Reading(2, invalid=InvalidPixels(nodata=0)))
     images.check(max_bad_fraction=0.5)
     lines = describe_pixels(images)
     assert lines[0].startswith("1 of 4 images cannot be decoded")

@@ -252,7 +252,7 @@ def test_a_stale_handle_is_replaced_before_the_next_try(tmp_path, monkeypatch):
     """NFS: every read by the open file fails (ESTALE) until the file is opened again. Then all handles are good."""
     images = open_tars([webdataset(tmp_path / "train.tar", [0, 1])])
     assert images.read(0) == photo(0)
-    stale = images.storage._file("train.tar")
+    stale = images.storage._open("train.tar")
     pread = os.pread
     slept = []
 
@@ -265,7 +265,7 @@ def test_a_stale_handle_is_replaced_before_the_next_try(tmp_path, monkeypatch):
     monkeypatch.replace_in(images_module, "time.sleep", slept.append)
     assert images.read(1) == photo(1)
     assert slept == [0.1]
-    assert images.storage._file("train.tar") is not stale
+    assert images.storage._open("train.tar") is not stale
     assert not stale.closed  # another thread may read it
     monkeypatch.replace_in(tars, "os.pread", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(OSError, match="Input/output error"):  # for good
