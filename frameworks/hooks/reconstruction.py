@@ -148,13 +148,17 @@ def reconstruction_picture(
 
 
 @torch.no_grad()
-def feature_colors(model: ViTEncoder, imgs: Tensor) -> Tensor:
+def feature_colors(model: ViTEncoder, imgs: Tensor) -> Tensor | None:
     """Returns the encoder's features of whole images [B, C, H, W] as colours in [0, 1], float [B, 3, H, W] on the CPU.
+
+    None if they are not finite.
 
     Red, green and blue are the first three principal components of the tokens of all images. The sign of each is the
     one with which it grows with the brightness of the tokens, so that pictures of two encoders can be compared.
     """
     tokens = model.forward_features(imgs)[:, model.num_cls_tokens :].cpu()  # [B, N, D]
+    if not tokens.isfinite().all():
+        return None
     (colors,) = principal_colors(tokens, tokens)
     brightness = F.adaptive_avg_pool2d(imgs.mean(dim=1, keepdim=True), model.grid_size).flatten(1).cpu()  # [B, N]
     deviation = (brightness - brightness.mean()).unsqueeze(-1)

@@ -241,7 +241,7 @@ def test_user_errors(photos, pretrained, tmp_path, capsys, flags, code, named):
 
 
 def test_a_log_that_cannot_be_written(photos, tmp_path, before_step, capsys):
-    expected = pretrain(photos, tmp_path / "whole")
+    expected = pretrain(photos, tmp_path / "whole", "--picture_every", 0)
     no_limit = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
@@ -251,7 +251,7 @@ def test_a_log_that_cannot_be_written(photos, tmp_path, before_step, capsys):
 
     try:
         before_step(4, fill_disk)
-        message = pretrain.refused(capsys, photos, tmp_path / "out", code=75)
+        message = pretrain.refused(capsys, photos, tmp_path / "out", "--picture_every", 0, code=75)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, no_limit)
         signal.signal(signal.SIGXFSZ, handler)
