@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from encoders.names import from_mmpretrain
-from framework import check_blocks
+from framework import DECODER_FLAGS, TOKEN_FLAGS, check_blocks
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import BASE, MICRO, MINI, init_weights
 
@@ -27,6 +27,7 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
     """
 
     release = "MFF"
+    flags = (*DECODER_FLAGS, *TOKEN_FLAGS)
     compiled_methods = (*MaskedAutoencoderViT.compiled_methods, "mix")
 
     def __init__(

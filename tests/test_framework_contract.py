@@ -140,6 +140,7 @@ def test_the_signature_shows_all_arguments(name):
     expected = SIZE_ARGUMENTS | set(METHOD_ARGUMENTS) | {"norm_pix_loss", "has_invalid"}
     assert expected <= parameters.keys()
     assert len({"depth", "depths"} & parameters.keys()) == 1
+    assert {flag.name for flag in CLASSES[name].flags} <= parameters.keys()
     has_decoder = any(module.startswith("decoder") for module, _ in build(name).named_children())
     assert has_decoder == ({"decoder_embed_dim", "decoder_depth", "decoder_num_heads"} <= parameters.keys())
 
