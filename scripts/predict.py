@@ -37,8 +37,8 @@ from encoders.trained import load, note_on_view
 from scripts.parts.predict_classes import Probabilities
 from util.code_version import code_version
 from util.collectives import print_on_rank0
-from util.data.images import EncodedImages, Reading
-from util.data.pixel_format import PixelFormat
+from util.data.images import EncodedImages, ImageError, Reading
+from util.data.pixel_format import Header
 from util.data.statistics import normalizer
 from util.evaluate.loop import context_of_flags
 from util.evaluate.predictions import Predictor, Progress, open_unlabelled, write_record
@@ -95,10 +95,16 @@ def open_images(args: argparse.Namespace, settings: Mapping[str, Any]) -> Encode
     """Opens the images as the run's were read. ValueError if there are none that the model takes."""
     images = open_unlabelled(args.images, Reading.from_settings(settings))
 
-    def format_of_large(i: int) -> PixelFormat:
-        return LargeTiff(images, i).pixels
+    def read_header(i: int) -> Header:
+        try:
+            return images.read_header(i)
+        except ImageError:
+            if not args.keep_size:
+                raise
+            tiff = LargeTiff(images, i)
+            return tiff.pixels, tiff.size
 
-    images.choose_format(format_of_large if args.keep_size else None)
+    images.survey(max_bad_fraction=1, read_header=read_header)  # each bad one is named later
     return images
 
 

@@ -225,68 +225,41 @@ class EncodedImages(Images):
         return digest.hexdigest()
 
     def check(self, max_bad_fraction: float = 0.0) -> None:
+        self.survey(max_bad_fraction, self.read_header)
+
+    def survey(self, max_bad_fraction: float, read_header: Callable[[int], Header]) -> None:
         """Reads the headers of up to `num_checked` evenly spaced images, and finds out the `pixel_format`.
 
-        ImageError if too many are no images. A single bad image is accepted, unless the fraction is 0 or no other is
-        good. ImageError, too, if formats differ or do not have `in_chans` channels, or if floats are not finite.
-        ValueError if they cannot have the value that marks invalid pixels.
+        Images are bad if they cannot be read, do not have `in_chans` channels or the format of the first good one, or,
+        among some that are decoded, if floats are not finite. A single bad image is accepted, unless the fraction is 0
+        or no other is good. ImageError if more are. ValueError if they cannot have the value that marks invalid pixels.
         """
         checked = evenly_spaced(len(self), self.num_checked).tolist()
+        decoded = set(checked[:: math.ceil(len(checked) / self.num_decoded)])
         problems: list[str] = []
         good: list[int] = []
-        formats: dict[PixelFormat, int] = {}  # of each format, the first image
         sides: list[int] = []
         for i in checked:
             try:
-                pixels, size = self.read_header(i)
+                pixels, size = read_header(i)
+                self._refuse_channels(i, pixels)
+                if good and pixels != self.pixel_format:
+                    paths = f"{self.path(good[0])!r} and {self.path(i)!r}"
+                    raise ImageError(f"{paths} have {self.pixel_format} and {pixels}: all images need one format")
+                self.pixel_format = pixels
+                if pixels.is_float and i in decoded:
+                    self.load(i)
             except ImageError as error:
                 problems.append(str(error))
                 continue
             good.append(i)
             sides.append(min(size))
-            formats.setdefault(pixels, i)
         self._refuse_bad(problems, len(checked), max_bad_fraction)
-        for pixels, i in formats.items():
-            self._refuse_channels(i, pixels)
-        self.pixel_format, *others = formats
-        if others:
-            paths = " and ".join(repr(self.path(i)) for i in [*formats.values()][:2])
-            raise ImageError(f"{paths} have {self.pixel_format} and {others[0]}: all images need one format")
         if self.invalid is not None:
             self.invalid.check_type(self.pixel_format)
         self.typical_side = sorted(sides)[len(sides) // 2]
         self._note_loss(good[0])
         self._note_nodata(good[0])
-        if self.pixel_format.is_float:
-            step = math.ceil(len(good) / self.num_decoded)
-            for i in good[::step]:
-                self.load(i)
-
-    def choose_format(self, large_format: Callable[[int], PixelFormat] | None = None) -> None:
-        """Finds out the `pixel_format` from the first image that has `in_chans` channels, whatever others have.
-
-        For programs that name each image that they cannot read, and go on. large_format: returns the format of an image
-        that is read in parts, or raises ImageError. ImageError if no image can be read.
-        """
-        problem: ImageError | None = None
-        for i in range(len(self)):
-            try:
-                try:
-                    pixels, _ = self.read_header(i)
-                except ImageError:
-                    if large_format is None:
-                        raise
-                    pixels = large_format(i)
-                self._refuse_channels(i, pixels)
-            except ImageError as error:
-                problem = error
-                continue
-            self.pixel_format = pixels
-            if self.invalid is not None:
-                self.invalid.check_type(pixels)
-            self._note_loss(i)
-            return
-        raise ImageError(f"no image of {str(self.root)!r} can be used; the last one: {problem}")
 
     def read_header(self, i: int) -> Header:
         """Returns format and size of image i; ImageError if it cannot be read."""
@@ -304,7 +277,7 @@ class EncodedImages(Images):
         return read_header(source, self.in_chans)
 
     def _refuse_bad(self, problems: Sequence[str], num_checked: int, max_bad_fraction: float) -> None:
-        """ImageError if too many of the checked images have problems. It notes those that will be replaced."""
+        """ImageError if too many of the checked images have problems, which it notes otherwise."""
         message = f"{len(problems)} of {num_checked} checked images cannot be used"
         num_accepted = 0.0
         if max_bad_fraction:
@@ -314,7 +287,7 @@ class EncodedImages(Images):
                 message += f", more than --max_bad_fraction {max_bad_fraction:g}"
             raise ImageError(f"{message}; the first one: {problems[0]}")
         if problems:
-            self.notes.append(f"warning: {message} and will be replaced; the first one: {problems[0]}")
+            self.notes.append(f"warning: {message}; the first one: {problems[0]}")
 
     def _refuse_channels(self, i: int, pixels: PixelFormat) -> None:
         """ImageError if image i has other channels than those that are wanted."""

@@ -288,11 +288,19 @@ def test_an_image_of_one_channel_and_three_axes_is_no_stack(tmp_path):
 
 
 @pytest.mark.parametrize("other", [pixels(5, "float32"), pixels(4, "uint16")], ids=["depth", "channels"])
-def test_mixed_formats_are_named(tmp_path, other):
+def test_an_image_of_another_format_is_named_and_bad(tmp_path, other):
     save_arrays(tmp_path, *[pixels(5, "uint16", seed=i) for i in range(3)])
     np.save(tmp_path / "7.npy", other)
     with pytest.raises(ImageError, match="7.npy'"):
         open_images("folder", tmp_path, in_chans=5)
+    images = open_images("folder", tmp_path, in_chans=5, max_bad_fraction=0.01)
+    assert images.pixel_format == PixelFormat(5, "uint16")
+    assert "7.npy'" in images.notes[0]
+    with pytest.raises(ImageError, match="7.npy'"):
+        images.load(3)
+    (tmp_path / "6.npy").write_bytes((tmp_path / "7.npy").read_bytes())
+    with pytest.raises(ImageError, match="--max_bad_fraction"):
+        open_images("folder", tmp_path, in_chans=5, max_bad_fraction=0.01)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
