@@ -28,9 +28,9 @@ def forward_gmac(settings: Mapping[str, Any], build_model: Callable[..., nn.Modu
     _, orders = make_batch(model, settings, batch_size=1)
     inputs = [order.to("meta") for order in orders]
     forward = partial(model, imgs, *inputs)
-    teacher = getattr(model, "teacher", None)
-    if teacher is None:
+    if not model.frozen_parts():
         return count_gmac(forward), 0.0
+    (teacher,) = model.frozen_parts()
     calls: list[tuple[Any, Any]] = []
 
     def keep_inputs(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
