@@ -174,7 +174,7 @@ class Framework(nn.Module):
         state_dict: the content of a file, or its `model` or `state_dict`. All keys must match, except that a release
         has no aggregation. ValueError names missing, unexpected and mis-shaped keys.
         """
-        from util.run.files.strict import load_strict  # here, because a model needs no code for files to be trained
+        from encoders.strict import load_strict  # here, because a model needs no code for files to be trained
 
         weights = self.official_names(weights_in(state_dict))
         load_strict(self, weights, f"{self.release} weights", optional="aggregation.")

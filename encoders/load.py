@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from encoders import exported, strict
 from encoders.kinds import PLAIN, SWIN, Kind, find_kind
 from encoders.names import (
     CLS_TOKEN_MLP,
@@ -43,7 +44,7 @@ from encoders.resize import check_cls_tokens, choose_rgb_bands, fit_patch_embed,
 from models_vit import traits_in
 from util.pos_embed import BIAS_TABLE, grid_from_settings, height_and_width
 from util.run.exits import CheckpointError
-from util.run.files import checkpoint, search, strict
+from util.run.files import checkpoint, search
 from util.run.files.record import CheckpointInfo, EncoderSource
 from util.text import shorten
 
@@ -195,9 +196,15 @@ def read(path: str | Path) -> Weights:
     path = search.find_checkpoint_file(path)
     raw: Tensors = {}
     for file in search.list_shards(path):
-        part = checkpoint.read_checkpoint(file, is_verified)
+        if file.suffix == ".safetensors":
+            part = exported.read_safetensors(file)
+        else:
+            part = checkpoint.read_checkpoint(file, is_verified)
         raw.update(part.weights)
-    return Weights(path, raw, part.info)
+    info = part.info
+    if path.suffix in (".safetensors", ".bin"):
+        info = exported.add_config(info, path)
+    return Weights(path, raw, info)
 
 
 @dataclass(frozen=True)

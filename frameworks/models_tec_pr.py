@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from encoders.names import constant_mlp, is_published_tec
+from encoders.strict import load_strict
 from framework import Framework, weights_in
 from frameworks.teacher import Teacher, attention_logits, open_teacher
 from frameworks.views import View
@@ -25,7 +26,6 @@ from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, init_weights
 from prmim import Method, ProgressiveDecoder, TokenOrder
 from util.flag import Flag
 from util.pictures import principal_colors
-from util.run.files.strict import load_strict
 
 __all__ = [
     "TECViT",

@@ -41,6 +41,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from encoders import exported
 from encoders.names import Tensors
 from encoders.trained import Trained, load
 from scripts.parts.export_facts import describe, known_facts, pixels_of
@@ -57,7 +58,7 @@ from util.code_version import code_version
 from util.flag import Flag
 from util.run.cli import Parser
 from util.run.exits import run_program, user_errors
-from util.run.files import exported, search
+from util.run.files import search
 
 TORCH_SUFFIX = ".pt2"
 SUFFIXES = {"timm": ("", ".safetensors", ".pth"), "torch": (TORCH_SUFFIX,)}  # of --out; "" is a folder

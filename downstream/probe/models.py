@@ -127,7 +127,7 @@ def open_encoder(path: str | Path, input_size: int | None = None) -> FrozenEncod
     if input_size is not None:
         options["img_size"] = input_size
     encoder, report = build(weights, with_head=False, **options)
-    source = identify_encoder(Path(weights.path), weights.info)
+    source = identify_encoder(Path(weights.path))
     return FrozenEncoder(
         encoder,
         name=str(weights.path),

@@ -14,8 +14,8 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,6 @@ import torch
 
 from util.atomic import replaced_file, sync
 from util.run.exits import CheckpointError
-from util.run.files.exported import add_config, read_safetensors
 from util.run.files.record import Checkpoint, CheckpointInfo
 from util.run.files.search import find_damage, list_finished, read_sidecar, read_sidecar_file, sha256, step_of
 from util.text import describe_owner
@@ -115,7 +114,7 @@ def _write_sidecar(sidecar: Path, size: int, digest: str, meta: Mapping[str, Any
 
 
 def read_checkpoint(path: str | Path, is_verified: bool = False) -> Checkpoint:
-    """Reads a `.pth` or `.safetensors` file, or a `.bin` of Transformers.
+    """Reads a file of `torch.save`: a checkpoint of a run, weights of others.
 
     No code in the file is executed. Besides tensors and plain values only `argparse.Namespace` is accepted, which MAE's
     releases contain. Raises ValueError if there is no file, CheckpointError if it is damaged or of another kind, and
@@ -123,11 +122,11 @@ def read_checkpoint(path: str | Path, is_verified: bool = False) -> Checkpoint:
     `newest_checkpoint`.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"no checkpoint at {str(path)!r}: give the path of a .pth or .safetensors file")
-    if not is_verified:
-        refuse_damage(path)
-    content = _read_content(path)
+    with reading(path):
+        if not is_verified:
+            refuse_damage(path)
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(content, dict):
         raise CheckpointError(f"{str(path)!r} holds a {type(content).__name__}, not a dict of weights")
     meta = content.get("meta")
@@ -135,10 +134,27 @@ def read_checkpoint(path: str | Path, is_verified: bool = False) -> Checkpoint:
         with suppress(ValueError):  # of a foreign file, which says nothing here
             meta = json.loads(meta)
     info = CheckpointInfo.from_json(meta if isinstance(meta, dict) else {}, path)
-    if path.suffix in (".safetensors", ".bin"):
-        info = add_config(info, path)
     training = {name: content[name] for name in TRAINING_STATE if name in content}
-    return Checkpoint(path, _find_weights(content, path), info, training)
+    return Checkpoint(path, find_weights(content, path), info, training)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raises the errors of `read_checkpoint` in place of those of libraries that read the file."""
+    if not path.is_file():
+        raise ValueError(f"no checkpoint at {str(path)!r}: give the path of a .pth or .safetensors file")
+    try:
+        yield
+    except PermissionError as error:
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read: {error.strerror} ({describe_owner(str(path))})"
+        ) from error
+    except (OSError, MemoryError, CheckpointError):
+        raise
+    except Exception as error:  # torch raises many types for files that it has not written
+        sha256(path)  # OSError if the storage fails, in whose place torch may raise another type
+        reason = str(error).strip().partition(". ")[0]  # torch's next sentence advises to load files that may run code
+        raise CheckpointError(f"{str(path)!r} cannot be read as a checkpoint of tensors: {reason}") from error
 
 
 def refuse_damage(path: Path) -> None:
@@ -156,25 +172,7 @@ def read_info(path: str | Path) -> CheckpointInfo:
     return read_sidecar(Path(path)) or read_checkpoint(path).info
 
 
-def _read_content(path: Path) -> Any:
-    try:
-        if path.suffix == ".safetensors":
-            return read_safetensors(path)
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except PermissionError as error:
-        raise CheckpointError(
-            f"{str(path)!r} cannot be read: {error.strerror} ({describe_owner(str(path))})"
-        ) from error
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # torch raises many types for files that it has not written
-        sha256(path)  # OSError if the storage fails, in whose place torch may raise another type
-        reason = str(error).strip().partition(". ")[0]  # torch's next sentence advises to load files that may run code
-        raise CheckpointError(f"{str(path)!r} cannot be read as a checkpoint of tensors: {reason}") from error
-
-
-def _find_weights(content: Mapping[str, Any], path: Path) -> dict[str, torch.Tensor]:
+def find_weights(content: Mapping[str, Any], path: Path) -> dict[str, torch.Tensor]:
     """Returns the tensors in a file's content. CheckpointError if there are none with names.
 
     They lie under `model` (this project, MAE), `state_dict` (iBOT's backbones, mmpretrain) or `student` (training

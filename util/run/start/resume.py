@@ -15,7 +15,7 @@ from util import collectives
 from util.data.datasets import epoch_groups, steps_per_epoch
 from util.flag import Change
 from util.run.exits import CheckpointError
-from util.run.files import checkpoint, search, strict
+from util.run.files import checkpoint, search
 from util.run.files.record import CheckpointInfo, EncoderSource, RunInfo
 from util.run.start.plan import learning_rates
 
@@ -64,7 +64,10 @@ def restore(path: Path, is_verified: bool, model: torch.nn.Module, optimizer: to
     content = checkpoint.read_checkpoint(path, is_verified)
     if content.info.run is None or "optimizer" not in content.training:
         raise holds_no_run(path)
-    strict.load_strict(model, content.weights, "the checkpoint's weights")
+    try:
+        model.load_state_dict(content.weights)
+    except RuntimeError as error:
+        raise CheckpointError(f"the checkpoint does not fit these settings: {error}") from error
     moments = content.training.pop("optimizer")
     if content.info.run.optimizer == type(optimizer).__name__:
         load_optimizer(optimizer, moments)
@@ -245,14 +248,15 @@ def find_encoder(path: str | None, is_resumed: bool, flag: str = "finetune") -> 
         raise
     if not file.is_file():
         raise ValueError(f"--{flag} {path!r} does not exist: give a checkpoint, or the folder of a run")
-    return identify_encoder(file, checkpoint.read_info(file))
+    return identify_encoder(file)
 
 
-def identify_encoder(path: Path, info: CheckpointInfo) -> EncoderSource:
-    """Returns path, SHA-256 and progress of the checkpoint at `path`."""
+def identify_encoder(path: Path) -> EncoderSource:
+    """Returns path, SHA-256, and progress of the checkpoint at `path`, if it lies beside its sidecar."""
     named = path.parent.resolve() / path.name  # the file itself may be a link to a name that tells nothing
     sha256 = search.recorded_sha256(path)
-    if info.run is None:
+    info = search.read_sidecar(path)
+    if info is None or info.run is None:
         return EncoderSource(str(named), sha256)
     return EncoderSource(str(named), sha256, info.run.step, info.run.epoch, info.settings["epochs"])
 

@@ -9,19 +9,23 @@ from typing import Any
 from safetensors import safe_open
 
 from util.run.exits import CheckpointError
-from util.run.files.record import INVALID_SETTINGS, CheckpointInfo
+from util.run.files.checkpoint import find_weights, reading
+from util.run.files.record import INVALID_SETTINGS, Checkpoint, CheckpointInfo
 
 EXPORTED_SETTINGS = ("mean", "std", "input_size", "crop_pct", "registers", *INVALID_SETTINGS)
 EXPORTED_FACTS = ("classes", "pixels", *EXPORTED_SETTINGS)
 
 
-def read_safetensors(path: Path) -> dict[str, Any]:
-    """Returns the weights, and the meta that scripts/export.py has stored in the file's metadata."""
-    with safe_open(path, "pt") as file:
+def read_safetensors(path: Path) -> Checkpoint:
+    """Reads a .safetensors file. What scripts/export.py says of the weights is in its metadata.
+
+    Raises the errors of `util.run.files.checkpoint.read_checkpoint`.
+    """
+    with reading(path), safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     facts = {name: json.loads(metadata[name]) for name in EXPORTED_FACTS if name in metadata}
-    return {"model": weights, "meta": exported_info(facts).to_json()}
+    return Checkpoint(path, find_weights(weights, path), exported_info(facts), {})
 
 
 def exported_info(facts: Mapping[str, Any]) -> CheckpointInfo:
