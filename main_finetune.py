@@ -27,7 +27,7 @@ from util.data.finetune_augment import FinetuneAugment
 from util.data.images import check_classes, match_splits, note_on_small_images
 from util.data.open import open_everywhere
 from util.data.pixel_format import RGB8, PixelFormat
-from util.data.transforms import RandomResizedCropFlip, ResizeCenterCrop, with_vflip
+from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop, with_vflip
 from util.evaluate import robustness
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.loop import EvalContext
@@ -50,7 +50,11 @@ from util.run.start.flags import (
 )
 from util.run.start.plan import Plan, check_repeats, schedule_by_epochs
 from util.run.start.run import Run
-from util.run.train.training import Training
+from util.run.train.bad_images import BadImages
+from util.run.train.logging import open_log
+from util.run.train.loop import TrainLoop
+from util.run.train.saving import CheckpointSaver
+from util.run.train.training import BetweenSteps, end_check, train
 from util.run.train.wrap import wrap_model
 from util.text import count_of
 
@@ -338,14 +342,16 @@ def describe_scores(scores: Mapping[str, Any]) -> str:
     return f"{accuracy_text(scores)} on {count_of(int(scores['num_images']), 'image')}"
 
 
-def make_evaluator(training: Training, model: nn.Module, images: Any) -> Evaluator:
+def make_evaluator(loop: TrainLoop, saver: CheckpointSaver, images: Any) -> Evaluator:
     """Returns the evaluation of a training on `images`."""
-    view = ResizeCenterCrop(model.img_size, training.args.crop_pct, training.args.loader == "reference")
+    model: Any = loop.model
+    args = loop.run.args
+    view = ResizeCenterCrop(model.img_size, args.crop_pct, args.loader == "reference")
 
     def evaluate(context: EvalContext) -> Evaluation:
         return Evaluation(evaluate_images(model, images, view, context))
 
-    return Evaluator(training, evaluate, describe_scores, best_by="top1")
+    return Evaluator(loop, saver, evaluate, describe_scores, best_by="top1")
 
 
 def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
@@ -360,53 +366,62 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
     with Run.begin(
         PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune", default_batch_size=largest
     ) as run:
-        first = read_first(run.encoder, run.resumed, args.rgb_bands, args.in_chans)
-        images, val_images = open_data(args)
-        classes = images.classes
-        run.note(*val_images.notes)
-        statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)
+        with run.set_up():  # an error of the user ends the program in one sentence
+            first = read_first(run.encoder, run.resumed, args.rgb_bands, args.in_chans)
+            images, val_images = open_data(args)
+            classes = images.classes
+            run.note(*images.notes, *val_images.notes)
+            statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)
 
-        torch.manual_seed(args.seed)  # the same initial weights on every rank
-        model = build_classifier({**vars(args), "nb_classes": len(classes), **first.settings})
-        load_weights = partial(
-            load_encoder,
-            model,
-            classes=classes,
-            first_release_merging=args.first_release_merging,
-            rgb_bands=first.rgb_bands,
-        )
-        run.load_encoder(first.weights, load_weights, note_without="no --finetune: training from scratch")
-        match_run(run, model, classes)
-        model = model.to(run.process.device)
-        optimizer = make_optimizer(model, args, run.plan.lr)
+            torch.manual_seed(args.seed)  # the same initial weights on every rank
+            model = build_classifier({**vars(args), "nb_classes": len(classes), **first.settings})
+            load_weights = partial(
+                load_encoder,
+                model,
+                classes=classes,
+                first_release_merging=args.first_release_merging,
+                rgb_bands=first.rgb_bands,
+            )
+            run.load_encoder(first.weights, load_weights, note_without="no --finetune: training from scratch")
+            match_run(run, model, classes)
+            model = model.to(run.process.device)
+            optimizer = make_optimizer(model, args, run.plan.lr)
 
-        augmentation, notes = make_augmentation(args, model.img_size, images.pixel_format, given)
-        run.note(*notes, *note_on_small_images(images, model.img_size))
-        dataset = AddressedDataset(images, augmentation, replace=args.max_bad_fraction > 0)
-        sampler = StepBatchSampler(
-            len(dataset),
-            run.plan.batch_size,
-            run.plan.accum_iter,
-            run.process.rank,
-            run.process.world_size,
-            args.seed,
-            repeats=args.repeat_aug,
-            epochs=range(args.epochs),
-        )
-        open_loader = partial(run.open_loader, dataset, sampler, stack, model.img_size)
+            augmentation, notes = make_augmentation(args, model.img_size, images.pixel_format, given)
+            run.note(*notes, *note_on_small_images(images, model.img_size))
+            dataset = AddressedDataset(images, augmentation, replace=args.max_bad_fraction > 0)
+            sampler = StepBatchSampler(
+                len(dataset),
+                run.plan.batch_size,
+                run.plan.accum_iter,
+                run.process.rank,
+                run.process.world_size,
+                args.seed,
+                repeats=args.repeat_aug,
+                epochs=range(args.epochs),
+            )
+            open_loader = partial(run.open_loader, dataset, sampler, stack, model.img_size)
 
-        schedule = schedule_by_epochs(args, run.plan, sampler.steps_per_epoch)
-        settings = describe_model(model, first, len(classes))
-        info = run.describe(images, optimizer, schedule, statistics, settings, val_images=val_images, classes=classes)
-        state = run.restore(model, optimizer, info)
-        model_in_ddp = wrap_model(model, run, info.settings["compile"])
-        training = Training(run, model, model_in_ddp, optimizer, dataset, schedule, info, state)
-        training.announce(summary_rows(args, model, images, val_images))
+            schedule = schedule_by_epochs(args, run.plan, sampler.steps_per_epoch)
+            settings = describe_model(model, first, len(classes))
+            info = run.describe(
+                images, optimizer, schedule, statistics, settings, val_images=val_images, classes=classes
+            )
+            state = run.restore(model, optimizer, info)
+            model_in_ddp = wrap_model(model, run)
+            log = open_log(run, schedule, info, summary_rows(args, model, images, val_images))
+            normalize = Normalize(*statistics, images.pixel_format).to(run.process.device)
+            loop = TrainLoop(run, model_in_ddp, optimizer, schedule, normalize, log, state, bad_images=dataset.bad)
+            if args.check_data:
+                return end_check(loop, dataset)
 
-        evaluator = make_evaluator(training, model, val_images)
-        augment_batch = make_batch_augmentation(args, len(classes), run.process.device)
-        train_steps = partial(train_one_epoch, augment=augment_batch)
-        return training.train(train_steps, open_loader, [evaluator], lambda: evaluator.summary(args.model))
+            saver = CheckpointSaver(loop, info)
+            evaluator = make_evaluator(loop, saver, val_images)
+            between: list[BetweenSteps] = [BadImages(loop, saver, dataset), evaluator]
+            augment_batch = make_batch_augmentation(args, len(classes), run.process.device)
+            train_steps = partial(train_one_epoch, augment=augment_batch)
+            summary = partial(evaluator.summary, args.model, len(images))
+        return train(loop, train_steps, open_loader, saver, between, summary)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from encoders.load import FirstWeights, load_blocks, read_first
 from engine_pretrain import forward_backward, train_one_epoch, update
 from framework import Framework, PixelFramework
 from frameworks.hooks.pictures import Pictures
-from frameworks.registry import MODELS, build_model, check_files, class_of
+from frameworks.registry import HOOKS, MODELS, build_model, check_files, class_of, hooks_of
 from prmim import AGGREGATION, SAMPLING, SpatialAggregation
 from recipes import RECIPES
 from util import collectives
@@ -27,6 +27,7 @@ from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import note_on_small_images
 from util.data.open import open_everywhere
 from util.data.pretrain_augment import make_augmentation
+from util.data.transforms import Normalize
 from util.flag import Flag
 from util.run.cli import Parser, early_values, parse_with_recipe
 from util.run.exits import run_program
@@ -40,10 +41,15 @@ from util.run.start.flags import (
     SIZE_FLAGS,
     run_flags,
 )
-from util.run.start.plan import Plan, check_repeats, schedule_by_epochs
+from util.run.start.plan import Plan, RunSchedule, check_repeats, schedule_by_epochs
 from util.run.start.run import Run
+from util.run.train.bad_images import BadImages
+from util.run.train.logging import open_log
+from util.run.train.loop import TrainLoop
 from util.run.train.meter import utilization
-from util.run.train.training import BetweenSteps, Training, TrainSteps
+from util.run.train.saving import CheckpointSaver
+from util.run.train.step_reports import Measure
+from util.run.train.training import BetweenSteps, TrainSteps, end_check, train
 from util.run.train.wrap import wrap_model
 from util.text import count_of, shorten
 
@@ -128,15 +134,13 @@ RUN_FLAGS = (
 )
 
 
-def get_args_parser(model: str = MODEL, by_attention: bool = False) -> Parser:
-    """Returns the parser of a run with this model, perhaps with sampling by attention: both have flags of their own."""
+def get_args_parser(model: str = MODEL, samplings: Sequence[str] = ()) -> Parser:
+    """Returns the parser of a run with this model and one of these samplings, which may have flags of their own."""
     parser = Parser(PROGRAM, __doc__, RECIPE_FLAG)
     parser.add_flags("data", *IMAGE_FLAGS)
     parser.add_flags("model and method", *METHOD_FLAGS)
-    if by_attention:
-        from frameworks.hooks import attention_phases
-
-        parser.add_flags("only for --sampling attention", *attention_phases.FLAGS)
+    for sampling in HOOKS.keys() & samplings:
+        parser.add_flags(f"only for --sampling {sampling}", *hooks_of(sampling).FLAGS)
     parser.add_flags("optimisation", *OPTIMISATION_FLAGS, Flag("betas", float, (0.9, 0.95), "betas of AdamW", nargs=2))
     parser.add_flags("run", *run_flags(), *RUN_FLAGS, *monitor.FLAGS)
     if model in MODELS:
@@ -156,8 +160,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     given = early_values(argv, "recipe", "model", "sampling")
     recipe = RECIPES.get(given.get("recipe", ""), {})
     model = given.get("model", str(recipe.get("model", MODEL)))
-    by_attention = "attention" in (given.get("sampling"), recipe.get("sampling"))
-    parser = get_args_parser(model, by_attention)
+    parser = get_args_parser(model, [given.get("sampling", ""), str(recipe.get("sampling", ""))])
     return parser, parse_with_recipe(parser, RECIPES, argv)
 
 
@@ -232,10 +235,11 @@ def describe_model(model: Framework, first: FirstWeights) -> tuple[dict[str, Any
     return settings, files
 
 
-def summary_of_run(args: argparse.Namespace, training: Training) -> list[str]:
+def summary_of_run(loop: TrainLoop, num_images: int) -> list[str]:
     """Returns a summary of the whole run, made from its log. A finished run that is started again prints it again."""
-    history = training.log.history()
-    lines = [f"pre-trained {args.model} at throw_ratio {args.throw_ratio} {training.progress()}"]
+    args = loop.run.args
+    history = loop.log.history()
+    lines = [f"pre-trained {args.model} at throw_ratio {args.throw_ratio} {loop.progress(num_images)}"]
     losses = []
     for report in history:
         if report.get("epoch_loss") is not None:
@@ -255,14 +259,11 @@ def check_flags(args: argparse.Namespace, plan: Plan, given: Set[str]) -> None:
     """
     check_repeats(args, plan.batch_size)
     check_files(vars(args))
-    if args.vflip and args.sampling == "attention":
-        raise ValueError("--vflip does not go with --sampling attention, whose maps are mirrored left to right alone")
     with torch.device("meta"):
         model = build_model(vars(args), read_files=False)
-    if args.sampling == "attention":
-        from frameworks.hooks import attention_phases
-
-        attention_phases.check_sampling(args, model)
+    hooks = hooks_of(args.sampling)
+    if hooks is not None:
+        hooks.check_sampling(args, model)
     elif model.needs_attention:
         raise ValueError(f"{args.model} draws its tokens by attention: set --sampling attention")
     if args.trainable_blocks is not None:
@@ -315,6 +316,22 @@ def fitting_batch(args: argparse.Namespace) -> Callable[[int, str], int] | None:
     return partial(fitting_images, vars(args), build_model)
 
 
+def note_on_few_steps(args: argparse.Namespace, schedule: RunSchedule) -> list[str]:
+    """Returns a note if a run from random weights may be too short."""
+    if schedule.num_steps >= FEW_STEPS or args.pretrained is not None:
+        return []
+    steps = count_of(schedule.num_steps, "step")
+    return [f"note: {steps} may be too few: the shortest run that was seen to help had {FEW_STEPS} (--epochs)"]
+
+
+def measures_of(settings: dict[str, Any], run: Run) -> list[Measure]:
+    """Returns what reports compute of their values: the use of the GPUs, unless maps change the token counts."""
+    if hooks_of(settings["sampling"]) is not None:
+        return []
+    count = partial(forward_gmac, settings, build_model)
+    return utilization(run.process.device, run.plan.precision, count)
+
+
 def main(argv: Sequence[str] | None = None) -> bool:
     """Pre-trains to the end of the schedule. Returns False if a signal stopped the run before."""
     parser, args = parse_args(argv)
@@ -322,71 +339,71 @@ def main(argv: Sequence[str] | None = None) -> bool:
     with Run.begin(
         PROGRAM, parser, args, argv, check=check, encoder_flag="pretrained", fitting_batch=fitting_batch(args)
     ) as run:
-        first = read_first(run.encoder, run.resumed, args.rgb_bands, args.in_chans)
-        images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
-        val_images, notes = monitor.open_queries(args, images)
-        statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)
-        run.note(*notes)
+        with run.set_up():  # an error of the user ends the program in one sentence
+            first = read_first(run.encoder, run.resumed, args.rgb_bands, args.in_chans)
+            images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
+            val_images, notes = monitor.open_queries(args, images)
+            statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)
+            run.note(*images.notes, *notes)
 
-        torch.backends.cudnn.benchmark = True  # shapes are static
-        torch.manual_seed(args.seed)  # the same initial weights on every rank
-        model = build_model({**vars(args), **first.traits, **parser.flags_chosen()})
-        model = model.to(run.process.device)
-        model.use_statistics(*statistics)
-        for file in model.named_files().values():
-            run.note(file.origin)
-        run.note(*note_on_small_images(images, model.img_size))
-        run.load_encoder(first.weights, partial(load_blocks, model, rgb_bands=first.rgb_bands))
-        if args.trainable_blocks is not None:
-            freeze_blocks(model, args, has_new_bands=first.rgb_bands is not None)
-        optimizer = make_optimizer(model, args, run.plan.lr)
+            torch.backends.cudnn.benchmark = True  # shapes are static
+            torch.manual_seed(args.seed)  # the same initial weights on every rank
+            model = build_model({**vars(args), **first.traits, **parser.flags_chosen()})
+            model = model.to(run.process.device)
+            model.use_statistics(*statistics)
+            for file in model.named_files().values():
+                run.note(file.origin)
+            run.note(*note_on_small_images(images, model.img_size))
+            run.load_encoder(first.weights, partial(load_blocks, model, rgb_bands=first.rgb_bands))
+            if args.trainable_blocks is not None:
+                freeze_blocks(model, args, has_new_bands=first.rgb_bands is not None)
+            optimizer = make_optimizer(model, args, run.plan.lr)
 
-        augmentation = make_augmentation(args, model.img_size)
-        dataset = AddressedDataset(
-            images, augmentation, replace=args.max_bad_fraction > 0, with_boxes=args.sampling == "attention"
-        )
-        sampler = StepBatchSampler(
-            len(dataset),
-            run.plan.batch_size,
-            run.plan.accum_iter,
-            run.process.rank,
-            run.process.world_size,
-            args.seed,
-            repeats=args.repeat_aug,
-            epochs=range(args.epochs),
-        )
-        open_loader = partial(
-            run.open_loader, dataset, sampler, model.collator(args.sampling, args.seed), model.img_size
-        )
+            augmentation = make_augmentation(args, model.img_size)
+            dataset = AddressedDataset(images, augmentation, replace=args.max_bad_fraction > 0)
+            sampler = StepBatchSampler(
+                len(dataset),
+                run.plan.batch_size,
+                run.plan.accum_iter,
+                run.process.rank,
+                run.process.world_size,
+                args.seed,
+                repeats=args.repeat_aug,
+                epochs=range(args.epochs),
+            )
+            collator = model.collator(args.sampling, args.seed)
+            open_loader = partial(run.open_loader, dataset, sampler, collator, model.img_size)
+            schedule = schedule_by_epochs(args, run.plan, sampler.steps_per_epoch)
+            run.note(*note_on_few_steps(args, schedule))
 
-        schedule = schedule_by_epochs(args, run.plan, sampler.steps_per_epoch)
-        if schedule.num_steps < FEW_STEPS and args.pretrained is None:
-            steps = count_of(schedule.num_steps, "step")
-            run.note(f"note: {steps} may be too few: the shortest run that was seen to help had {FEW_STEPS} (--epochs)")
-        settings, files = describe_model(model, first)
-        info = run.describe(images, optimizer, schedule, statistics, settings, files=files)
-        state = run.restore(model, optimizer, info)
-        model_in_ddp = wrap_model(model, run, info.settings["compile"])
-        training = Training(run, model, model_in_ddp, optimizer, dataset, schedule, info, state)
-        training.announce(summary_rows(args, model, images))
-        if args.sampling != "attention":  # whose maps change the token counts
-            count = partial(forward_gmac, {**vars(args), **first.traits}, build_model)
-            training.loop.reports.measures += utilization(run.process.device, run.plan.precision, count)
+            settings, files = describe_model(model, first)
+            info = run.describe(images, optimizer, schedule, statistics, settings, files=files)
+            state = run.restore(model, optimizer, info)  # weights, moments, sums: to the bit
+            model_in_ddp = wrap_model(model, run)
+            log = open_log(run, schedule, info, summary_rows(args, model, images))
+            normalize = Normalize(*statistics, images.pixel_format).to(run.process.device)
+            measures = measures_of({**vars(args), **first.traits}, run)
+            loop = TrainLoop(
+                run, model_in_ddp, optimizer, schedule, normalize, log, state, bad_images=dataset.bad, measures=measures
+            )
+            if args.check_data:
+                return end_check(loop, dataset)
 
-        between: list[BetweenSteps] = [Pictures(training, model, images)]
-        between.append(monitor.Monitor(training, model, images, val_images))
-        open_batches: Callable[[range], Any] = open_loader
-        if args.sampling == "attention":
-            from frameworks.hooks import attention_phases
-
-            phases = attention_phases.AttentionPhases(training, model, dataset, sampler)
-            between.append(phases)
-            open_batches = phases.open
-        train_steps: TrainSteps = train_one_epoch
-        if args.cuda_graph:
-            graphs = training.loop.capture_steps(forward_backward, update)
-            train_steps = partial(train_one_epoch, forward_backward=graphs.forward_backward, update=graphs.update)
-        return training.train(train_steps, open_batches, between, lambda: summary_of_run(args, training))
+            saver = CheckpointSaver(loop, info)
+            between: list[BetweenSteps] = [
+                BadImages(loop, saver, dataset),
+                Pictures(loop, images, info.settings),
+                monitor.Monitor(loop, images, val_images),
+            ]
+            hooks = hooks_of(args.sampling)
+            if hooks is not None:
+                between.append(hooks.Phases(loop, dataset, sampler))
+            train_steps: TrainSteps = train_one_epoch
+            if args.cuda_graph:
+                graphs = loop.capture_steps(forward_backward, update)
+                train_steps = partial(train_one_epoch, forward_backward=graphs.forward_backward, update=graphs.update)
+            summary = partial(summary_of_run, loop, len(images))
+        return train(loop, train_steps, open_loader, saver, between, summary)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ from util.data.open import open_everywhere
 from util.data.transforms import ResizeCenterCrop
 from util.evaluate.features import Features, class_feature, extract_features, forward_blocks, num_class_tokens
 from util.evaluate.knn import KnnProtocol, knn_accuracy
-from util.evaluate.loop import context_of_training
+from util.evaluate.loop import context_of_loop
 from util.evaluate.moments import Moments, moments_of_all
 from util.evaluate.results import accuracy_text
 from util.flag import Flag
-from util.run.train.training import Training
+from util.run.train.loop import TrainLoop
 from util.text import count_of
 
 MAX_QUERIES = 10_000
@@ -117,28 +117,27 @@ class Monitor:
     each query is an image of the bank, without itself as a neighbour.
     """
 
-    training: Training
-    model: Framework
+    loop: TrainLoop
     images: Images  # of training
     val_images: Images | None  # see `open_queries`
 
     def __post_init__(self) -> None:
-        args = self.training.args
+        args = self.loop.run.args
         self.bank = bank_images(len(self.images), args.knn_train, args.seed)  # indices of training images
         self.num_classes = 0 if missing_classes(self.images) else len(self.images.classes)
 
     def is_due(self) -> bool:
         """Whether the current step is to be evaluated."""
-        return self.training.ends_epoch(self.training.args.knn_every)
+        return self.loop.ends_epoch(self.loop.run.args.knn_every)
 
     def is_done(self) -> bool:
         """Whether the log holds the evaluation of the current step, with finite features, on rank 0."""
-        loop = self.training.loop
+        loop = self.loop
         return any(report["step"] == loop.step and report.get("rankme") is not None for report in loop.log.history())
 
     def perform(self) -> None:
         """Measures the encoder and logs the result. FloatingPointError if features are not finite at the end."""
-        loop = self.training.loop
+        loop = self.loop
         begin = time.perf_counter()
         scalars: dict[str, Any] = {"epoch": (loop.step - 1) // loop.steps_per_epoch}  # -1: before the first one
         bank = self.extract(self.images, self.bank)
@@ -161,11 +160,12 @@ class Monitor:
 
     def extract(self, images: Images, indices: np.ndarray) -> Features:
         """Encodes this rank's share of the images `indices`. Unreadable ones are replaced as in training."""
-        args = self.training.args
-        view = ResizeCenterCrop(self.model.img_size, reference=args.loader == "reference")
+        args = self.loop.run.args
+        model = self.loop.model
+        view = ResizeCenterCrop(model.img_size, reference=args.loader == "reference")
         dataset = AddressedDataset(images, view, replace=args.max_bad_fraction > 0)
-        context = context_of_training(self.training)
-        return extract_features(partial(encode, self.model), self.model, dataset, indices, context)
+        context = context_of_loop(self.loop)
+        return extract_features(partial(encode, model), model, dataset, indices, context)
 
     def queries(self, bank: Features) -> Features:
         """Returns the features that are classified: of val/, or of images of the bank if there is none."""
@@ -181,7 +181,7 @@ class Monitor:
         scalars: dict[str, float] = {}
         for name in bank.values:
             for scaling, statistics in (("z", moments[name]), ("raw", None)):
-                scores = knn_accuracy(bank, queries, name, protocol, statistics, self.training.loop.stop_if_asked)[
+                scores = knn_accuracy(bank, queries, name, protocol, statistics, self.loop.stop_if_asked)[
                     KNN_NEIGHBOURS
                 ]
                 if (name, scaling) == ("mean", "z"):

@@ -3,6 +3,7 @@
 To add a framework, add its module and the names of its models to `NAMES`. A run imports the module of its model alone.
 """
 
+import importlib
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,12 +76,19 @@ NAMES = {
         "amt_simmim_vit_base_patch16",
     ),
 }
+# Samplings that do more than draw tokens: modules with FLAGS, `check_sampling` and `Phases`, a `BetweenSteps`.
+HOOKS = {"attention": "frameworks.hooks.attention_phases"}
 MODELS = ByName(NAMES)  # {name: factory}, a partial of its class
 
 
 def class_of(model: str) -> type[Framework]:
     """Returns the class of a model of this name."""
     return MODELS[model].func
+
+
+def hooks_of(sampling: str) -> Any:
+    """Returns the module of HOOKS of a sampling, or None."""
+    return importlib.import_module(HOOKS[sampling]) if sampling in HOOKS else None
 
 
 def check_files(settings: Mapping[str, Any]) -> None:

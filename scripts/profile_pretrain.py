@@ -96,7 +96,13 @@ class Step:
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         run: Any = argparse.Namespace(  # what a loop reads of a Run
             args=argparse.Namespace(clip_grad=None, seed=0, print_freq=NEVER, max_steps=None),
-            plan=argparse.Namespace(precision=args.precision, total_batch_size=args.batch_size, accum_iter=1),
+            plan=argparse.Namespace(
+                precision=args.precision,
+                total_batch_size=args.batch_size,
+                accum_iter=1,
+                num_workers=0,
+                device=args.device,
+            ),
             process=self.process,
             first_step=0,
             watchdog=Watchdog(3600, 3600),

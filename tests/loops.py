@@ -97,11 +97,14 @@ class Driver:
         return torch.cat([p.detach().flatten() for p in self.model.parameters()])
 
 
-def a_run(device="cpu", precision_name="fp32", accum_iter=1, clip_grad=None, seed=0, print_freq=2):
+def a_run(device="cpu", precision_name="fp32", accum_iter=1, **flags):
     """What the loop reads of a `Run`."""
+    defaults = dict(clip_grad=None, seed=0, print_freq=2, max_steps=None, max_bad_fraction=0.5)
     return Namespace(
-        args=Namespace(clip_grad=clip_grad, seed=seed, print_freq=print_freq, max_steps=None),
-        plan=Namespace(precision=precision_name, total_batch_size=8, accum_iter=accum_iter),
+        args=Namespace(**(defaults | flags)),
+        plan=Namespace(
+            precision=precision_name, total_batch_size=8, accum_iter=accum_iter, num_workers=0, device=device
+        ),
         process=Process(torch.device(device), *rank_and_world_size()),
         watchdog=Watchdog(600, 600),
         first_step=0,

@@ -405,24 +405,12 @@ def test_two_processes_skip_alike_and_report_the_same(what):
     assert first["skipped"] == skipped_of(whole)
 
 
-class Counts:
-    """Its number is `own`."""
-
-    def __init__(self, own):
-        self.own = own
-        self.seen = []
-
-    def count(self):
-        return self.own
-
-    def report(self, total):
-        self.seen.append(total)
-
-
 def _reports_of(rank):
     """Two reports of two steps. Also returns what the ranks exchange: in steps, and in the report after them."""
     engine = a_loop()
-    engine.loop.reports.at_report += [Counts(rank + 1.0), Counts(10.0 * (rank + 1))]
+    bad = torch.zeros(24, dtype=torch.uint8)
+    bad[: rank + 1] = 1
+    engine.loop.reports.bad_images = bad
     engine.loop.reports.hosts = ["node1", "node2"]
     engine.loop.reports.data_hint = "buy a disk"
     lines = []
@@ -449,7 +437,7 @@ def _reports_of(rank):
         engine.step(batches, step)
     return {
         "calls": calls,
-        "seen": [counts.seen for counts in engine.loop.reports.at_report],
+        "num_bad": engine.loop.reports.num_bad_images,
         "lines": lines,
         "log": engine.loop.log.lines,
     }
@@ -461,7 +449,7 @@ def test_a_report_is_one_exchange_and_names_the_rank_that_waits_longest_for_data
         step = ["all_reduce"]  # of the flags of a signal
         report = ["all_gather_object"]
         assert found["calls"] == [*step, *report, *step, *step, *report, *step]
-        assert found["seen"] == [[3.0, 3.0], [30.0, 30.0]]
+        assert found["num_bad"] == 3
         scalars, line = found["lines"][1]
         assert scalars["data_share"] == pytest.approx(0.5, abs=0.05)
         assert scalars["data_rank"] == 1

@@ -264,11 +264,11 @@ def test_a_signal_to_a_run_at_its_end_is_noted_alone(photos, tmp_path, monkeypat
 def test_a_signal_to_one_of_two_processes_stops_both_and_loses_no_step(photos, tmp_path):
     """Through torchrun, one signal to a rank: no rank waits for the other."""
     fault = ("signal", 3, "1", "-")
-    out = finish(photos, tmp_path, "--save_steps", 100, fault=fault, code=1)  # of torchrun
+    out = finish(photos, tmp_path, "--save_steps", 100, "--print_freq", 3, fault=fault, code=1)  # of torchrun
     # Rank 1 gets the signal in the fourth step; all ranks know it one step later.
     assert "after step 5 of 9; the same command goes on from there" in out
     assert newest_checkpoint(tmp_path)[0].name == "checkpoint-5.pth"
-    assert [report["step"] for report in reports(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [report["step"] for report in reports(tmp_path)] == [3]
 
 
 def test_greenmim_compiles_both_shapes_of_its_batches(photos, tmp_path, monkeypatch):

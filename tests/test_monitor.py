@@ -151,7 +151,7 @@ def test_a_kill_inside_the_evaluation_costs_nothing(watched, data, tmp_path, mon
     accuracies = monitor.Monitor.accuracies
 
     def killed(self, *arguments):
-        if self.training.loop.step == killed_at:
+        if self.loop.step == killed_at:
             raise KeyboardInterrupt  # as late as possible: the features are there
         return accuracies(self, *arguments)
 

@@ -93,7 +93,7 @@ def test_before_an_evaluation_long_training_is_saved(labelled, tmp_path, monkeyp
     found = []
 
     def perform(evaluator):
-        evaluator.training.saver.finish()
+        evaluator.saver.finish()
         found.extend(step_of(path) for path in list_finished(tmp_path))
         raise KeyboardInterrupt
 

@@ -32,6 +32,7 @@ from encoders.load import load_encoder, read_first
 from encoders.trained import load
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import Reading, check_classes, check_splits, note_on_small_images
+from util.data.transforms import Normalize
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.results import folder_of_eval
 from util.flag import Flag
@@ -41,7 +42,10 @@ from util.run.processes.distributed import Process
 from util.run.start.folder import join_processes, own_folder
 from util.run.start.plan import Plan
 from util.run.start.run import Run
-from util.run.train.training import Training
+from util.run.train.logging import open_log
+from util.run.train.loop import TrainLoop
+from util.run.train.saving import CheckpointSaver
+from util.run.train.training import end_check, train
 from util.run.train.wrap import wrap_model
 from util.text import count_of
 from util.urls import local_path
@@ -210,55 +214,61 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         with join_processes(parser, args) as process, own_folder(folder, PROGRAM) as output_dir:
             return evaluate_only(args, set(parser.given), process, output_dir)
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune") as run:
-        first = read_first(run.encoder, run.resumed, args.rgb_bands, args.in_chans)
-        images = open_split(args, "train")
-        val_images = open_split(args, "val")
-        check_categories(images.categories, val_images, str(images.json_path))
-        check_splits(images, val_images)
-        masks = choose_masks(args.masks, images)
-        val_masks = masks and choose_masks(None, val_images)
-        chosen: dict[str, Any] = {"masks": masks, "categories": [list(category) for category in images.categories]}
-        if run.resumed is not None:
-            check_categories(run.resumed.settings["categories"], images, f"the run in {str(run.output_dir)!r}")
-        run.note(*val_images.notes, *note_on_small_images(images, [args.input_size]))
-        statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)
+        with run.set_up():  # an error of the user ends the program in one sentence
+            first = read_first(run.encoder, run.resumed, args.rgb_bands, args.in_chans)
+            images = open_split(args, "train")
+            val_images = open_split(args, "val")
+            check_categories(images.categories, val_images, str(images.json_path))
+            check_splits(images, val_images)
+            masks = choose_masks(args.masks, images)
+            val_masks = masks and choose_masks(None, val_images)
+            chosen: dict[str, Any] = {"masks": masks, "categories": [list(category) for category in images.categories]}
+            if run.resumed is not None:
+                check_categories(run.resumed.settings["categories"], images, f"the run in {str(run.output_dir)!r}")
+            run.note(*images.notes, *val_images.notes, *note_on_small_images(images, [args.input_size]))
+            statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)
 
-        torch.manual_seed(args.seed)  # the same initial weights on every rank
-        model = build_detector({**vars(args), **chosen, **first.settings})
-        load_weights = partial(load_encoder, model.backbone, rgb_bands=first.rgb_bands)
-        run.load_encoder(first.weights, load_weights, note_without="no --finetune: training from scratch")
-        model = model.to(run.process.device)
-        groups = model.param_groups(args.weight_decay, args.layer_decay)
-        optimizer = torch.optim.AdamW(groups, lr=run.plan.lr, betas=(0.9, 0.999), fused=True)
+            torch.manual_seed(args.seed)  # the same initial weights on every rank
+            model = build_detector({**vars(args), **chosen, **first.settings})
+            load_weights = partial(load_encoder, model.backbone, rgb_bands=first.rgb_bands)
+            run.load_encoder(first.weights, load_weights, note_without="no --finetune: training from scratch")
+            model = model.to(run.process.device)
+            groups = model.param_groups(args.weight_decay, args.layer_decay)
+            optimizer = torch.optim.AdamW(groups, lr=run.plan.lr, betas=(0.9, 0.999), fused=True)
 
-        augmentation = LargeScaleJitter(images, args.input_size, args.seed, args.scale_range, masks, args.hflip)
-        dataset = AddressedDataset(images, augmentation)
-        sampler = StepBatchSampler(
-            len(dataset),
-            run.plan.batch_size,
-            run.plan.accum_iter,
-            run.process.rank,
-            run.process.world_size,
-            args.seed,
-        )
-        open_loader = partial(run.open_loader, dataset, sampler, PadAndStack(args.input_size), model.img_size)
+            augmentation = LargeScaleJitter(images, args.input_size, args.seed, args.scale_range, masks, args.hflip)
+            dataset = AddressedDataset(images, augmentation)
+            sampler = StepBatchSampler(
+                len(dataset),
+                run.plan.batch_size,
+                run.plan.accum_iter,
+                run.process.rank,
+                run.process.world_size,
+                args.seed,
+            )
+            open_loader = partial(run.open_loader, dataset, sampler, PadAndStack(args.input_size), model.img_size)
 
-        rate = StepDecay(args.num_iters, args.warmup_iters, run.plan.lr, args.lr_drops)
-        schedule = schedule_by_iterations(run, sampler.steps_per_epoch, rate)
-        settings = {**chosen, "patch_size": model.patch_size, **first.settings}
-        info = run.describe(images, optimizer, schedule, statistics, settings, val_images=val_images)
-        state = run.restore(model, optimizer, info)
-        model_in_ddp = wrap_model(model, run, info.settings["compile"])
-        training = Training(run, model, model_in_ddp, optimizer, dataset, schedule, info, state)
-        name = f"Faster R-CNN on {args.model}"
-        if masks:
-            name = f"Mask R-CNN on {args.model}"
-        training.announce(common.summary_rows(name, model, len(images.categories), images, val_images))
+            rate = StepDecay(args.num_iters, args.warmup_iters, run.plan.lr, args.lr_drops)
+            schedule = schedule_by_iterations(run, sampler.steps_per_epoch, rate)
+            settings = {**chosen, "patch_size": model.patch_size, **first.settings}
+            info = run.describe(images, optimizer, schedule, statistics, settings, val_images=val_images)
+            state = run.restore(model, optimizer, info)
+            name = f"Faster R-CNN on {args.model}"
+            if masks:
+                name = f"Mask R-CNN on {args.model}"
+            model_in_ddp = wrap_model(model, run)
+            rows = common.summary_rows(name, model, len(images.categories), images, val_images)
+            log = open_log(run, schedule, info, rows)
+            normalize = Normalize(*statistics, images.pixel_format).to(run.process.device)
+            loop = TrainLoop(run, model_in_ddp, optimizer, schedule, normalize, log, state)
+            if args.check_data:
+                return end_check(loop, dataset, partial(draw_sample, names=[name for _, name in images.categories]))
 
-        evaluate_val = partial(evaluate, model, val_images, val_masks, args.num_pictures)
-        evaluator = Evaluator(training, evaluate_val, describe_scores, picture_name=PICTURE)
-        draw = partial(draw_sample, names=[name for _, name in images.categories])
-        return training.train(train_one_epoch, open_loader, [evaluator], lambda: evaluator.summary(name), draw)
+            saver = CheckpointSaver(loop, info)
+            evaluate_val = partial(evaluate, model, val_images, val_masks, args.num_pictures)
+            evaluator = Evaluator(loop, saver, evaluate_val, describe_scores, picture_name=PICTURE)
+            summary = partial(evaluator.summary, name, len(images))
+        return train(loop, train_one_epoch, open_loader, saver, [evaluator], summary)
 
 
 def evaluate_only(

@@ -46,6 +46,7 @@ from util import collectives
 from util.collectives import print_on_rank0
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import Reading, check_splits, note_on_small_images
+from util.data.transforms import Normalize
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.results import folder_of_eval
 from util.flag import Flag
@@ -55,7 +56,11 @@ from util.run.processes.distributed import Process
 from util.run.start.folder import join_processes, own_folder
 from util.run.start.plan import Plan
 from util.run.start.run import Run
-from util.run.train.training import Training
+from util.run.train.bad_images import BadImages
+from util.run.train.logging import open_log
+from util.run.train.loop import TrainLoop
+from util.run.train.saving import CheckpointSaver
+from util.run.train.training import BetweenSteps, end_check, train
 from util.run.train.wrap import wrap_model
 from util.text import count_of
 from util.urls import local_path
@@ -236,79 +241,85 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         with join_processes(parser, args) as process, own_folder(folder, PROGRAM) as output_dir:
             return evaluate_only(args, set(parser.given), process, output_dir)
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune") as run:
-        process = run.process
-        first = read_first(run.encoder, run.resumed, args.rgb_bands, args.in_chans)
-        classes = read_classes(args.class_names, args.num_classes)
-        images = open_split(args, "train")
-        val_images = open_split(args, "val")
-        check_splits(images, val_images)
-        run.note(*val_images.notes, *note_on_val_alone(images, val_images))
-        run.note(*note_on_small_images(images, args.image_scale, "--image_scale, --input_size and --stride"))
-        statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)
+        with run.set_up():  # an error of the user ends the program in one sentence
+            process = run.process
+            first = read_first(run.encoder, run.resumed, args.rgb_bands, args.in_chans)
+            classes = read_classes(args.class_names, args.num_classes)
+            images = open_split(args, "train")
+            val_images = open_split(args, "val")
+            check_splits(images, val_images)
+            run.note(*images.notes, *val_images.notes, *note_on_val_alone(images, val_images))
+            run.note(*note_on_small_images(images, args.image_scale, "--image_scale, --input_size and --stride"))
+            statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)
 
-        torch.backends.cudnn.benchmark = True  # shapes are static
-        torch.manual_seed(args.seed)  # the same initial weights on every rank
-        model = build_segmenter({**vars(args), **first.settings})
-        load_weights = partial(load_encoder, model.backbone, rgb_bands=first.rgb_bands)
-        run.load_encoder(first.weights, load_weights, note_without="no --finetune: training from scratch")
-        if process.device.type == "cuda" and process.world_size > 1:
-            model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # the same statistics, in fused kernels
-        model = model.to(process.device)
-        optimizer = make_optimizer(model, args, run.plan.lr)
+            torch.backends.cudnn.benchmark = True  # shapes are static
+            torch.manual_seed(args.seed)  # the same initial weights on every rank
+            model = build_segmenter({**vars(args), **first.settings})
+            load_weights = partial(load_encoder, model.backbone, rgb_bands=first.rgb_bands)
+            run.load_encoder(first.weights, load_weights, note_without="no --finetune: training from scratch")
+            if process.device.type == "cuda" and process.world_size > 1:
+                model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # the same statistics, in fused kernels
+            model = model.to(process.device)
+            optimizer = make_optimizer(model, args, run.plan.lr)
 
-        pixels = images.pixel_format
-        fill = statistics[0]
-        if not pixels.is_float:
-            fill = [round(mean * pixels.full_range) for mean in fill]
-        if args.photometric and pixels.dtype != "uint8":
-            run.note(f"note: --photometric is not applied, because the images have {pixels}")
-        augmentation = SegmentationAugment(
-            model.img_size,
-            args.seed,
-            fill,
-            args.image_scale,
-            args.ratio_range,
-            args.cat_max_ratio,
-            args.photometric and pixels.dtype == "uint8",
-            args.hflip,
-            pixels.has_invalid,
-        )
-        dataset = AddressedDataset(images, augmentation, replace=args.max_bad_fraction > 0)
-        sampler = StepBatchSampler(
-            len(dataset),
-            run.plan.batch_size,
-            run.plan.accum_iter,
-            run.process.rank,
-            run.process.world_size,
-            args.seed,
-        )
-        open_loader = partial(run.open_loader, dataset, sampler, stack_pairs, model.img_size)
+            pixels = images.pixel_format
+            fill = statistics[0]
+            if not pixels.is_float:
+                fill = [round(mean * pixels.full_range) for mean in fill]
+            if args.photometric and pixels.dtype != "uint8":
+                run.note(f"note: --photometric is not applied, because the images have {pixels}")
+            augmentation = SegmentationAugment(
+                model.img_size,
+                args.seed,
+                fill,
+                args.image_scale,
+                args.ratio_range,
+                args.cat_max_ratio,
+                args.photometric and pixels.dtype == "uint8",
+                args.hflip,
+                pixels.has_invalid,
+            )
+            dataset = AddressedDataset(images, augmentation, replace=args.max_bad_fraction > 0)
+            sampler = StepBatchSampler(
+                len(dataset),
+                run.plan.batch_size,
+                run.plan.accum_iter,
+                run.process.rank,
+                run.process.world_size,
+                args.seed,
+            )
+            open_loader = partial(run.open_loader, dataset, sampler, stack_pairs, model.img_size)
 
-        rate = LinearDecay(args.num_iters, args.warmup_iters, run.plan.lr)
-        schedule = schedule_by_iterations(run, sampler.steps_per_epoch, rate)
-        settings = {"patch_size": model.patch_size, **first.settings}
-        info = run.describe(
-            images,
-            optimizer,
-            schedule,
-            statistics,
-            settings,
-            val_images=val_images,
-            classes=classes.names,
-            class_colors=classes.colors.tolist(),
-        )
-        state = run.restore(model, optimizer, info)
-        model_in_ddp = wrap_model(model, run, info.settings["compile"])
-        training = Training(run, model, model_in_ddp, optimizer, dataset, schedule, info, state)
-        name = f"{args.head} on {args.model}"
-        training.announce(common.summary_rows(name, model, args.num_classes, images, val_images))
+            rate = LinearDecay(args.num_iters, args.warmup_iters, run.plan.lr)
+            schedule = schedule_by_iterations(run, sampler.steps_per_epoch, rate)
+            settings = {"patch_size": model.patch_size, **first.settings}
+            info = run.describe(
+                images,
+                optimizer,
+                schedule,
+                statistics,
+                settings,
+                val_images=val_images,
+                classes=classes.names,
+                class_colors=classes.colors.tolist(),
+            )
+            state = run.restore(model, optimizer, info)
+            name = f"{args.head} on {args.model}"
+            model_in_ddp = wrap_model(model, run)
+            log = open_log(run, schedule, info, common.summary_rows(name, model, args.num_classes, images, val_images))
+            normalize = Normalize(*statistics, images.pixel_format).to(run.process.device)
+            loop = TrainLoop(run, model_in_ddp, optimizer, schedule, normalize, log, state, bad_images=dataset.bad)
+            if args.check_data:
+                return end_check(loop, dataset, partial(draw_labels, classes=classes))
 
-        windows = SlidingWindows(args.image_scale, args.stride, args.window_weights)
-        evaluate_val = partial(evaluate, model, val_images, classes, windows, args.num_pictures)
-        evaluator = Evaluator(training, evaluate_val, describe_scores, picture_name=PICTURE)
-        train_steps = partial(train_one_epoch, mean_over_valid=args.mean_over_valid)
-        draw = partial(draw_labels, classes=classes)
-        return training.train(train_steps, open_loader, [evaluator], lambda: evaluator.summary(name), draw)
+            saver = CheckpointSaver(loop, info)
+            windows = SlidingWindows(args.image_scale, args.stride, args.window_weights)
+            evaluate_val = partial(evaluate, model, val_images, classes, windows, args.num_pictures)
+            evaluator = Evaluator(loop, saver, evaluate_val, describe_scores, picture_name=PICTURE)
+            between: list[BetweenSteps] = [BadImages(loop, saver, dataset), evaluator]
+            train_steps = partial(train_one_epoch, mean_over_valid=args.mean_over_valid)
+            summary = partial(evaluator.summary, name, len(images))
+        return train(loop, train_steps, open_loader, saver, between, summary)
 
 
 def evaluate_only(

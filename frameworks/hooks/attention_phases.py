@@ -31,7 +31,7 @@ from util.flag import Flag
 from util.peer_sampling import attention_sampling
 from util.run.processes.supervise import BatchesAhead
 from util.run.train.loop import TrainLoop
-from util.run.train.training import Training
+from util.run.train.training import OpenLoader
 from util.text import count_of
 
 FLAGS = (
@@ -57,6 +57,8 @@ def refresh_epochs(epochs: int, start: int, every: int) -> list[int]:
 
 def check_sampling(args: argparse.Namespace, model: Framework) -> None:
     """Raises ValueError if the flags of sampling by attention do not fit each other or the model."""
+    if args.vflip:
+        raise ValueError("--vflip does not go with --sampling attention, whose maps are mirrored left to right alone")
     if not hasattr(model, "cls_attention"):
         raise ValueError(
             f"--sampling attention needs a class token that attends to all patches, which {args.model} does not have: "
@@ -163,60 +165,41 @@ class AttentionCollator(ValidTokenCollator):
 
 
 @dataclass
-class AttentionPhases:
-    """Opens the batches of each phase of a run that samples by attention, after it has made the phase's maps.
-
-    It is also the iterator over these batches.
+class Phases:
+    """Between steps, makes the maps of each phase of a run that samples by attention. Then the loader opens anew.
 
     When a run is resumed inside a phase, it uses the maps beside the checkpoint that it resumes from. If that is in
     another folder, they are copied into the output folder first. ValueError if they belong to another run. At the first
     step of a phase the maps are always made, so a file that an earlier run has left there is never used.
     """
 
-    training: Training
-    model: Framework
-    dataset: AddressedDataset  # gives the boxes of its crops
+    loop: TrainLoop
+    dataset: AddressedDataset
     sampler: StepBatchSampler
-    batches: Loader | None = field(init=False, default=None)  # of the open phase
     open_until: int = field(init=False, default=0)  # the step after the last one of the open phase
     resumed_maps: AttentionMaps | None = field(init=False, default=None)  # of the phase in which the run is resumed
 
     def __post_init__(self) -> None:
-        args = self.training.args
-        loop = self.training.loop
-        self.images = self.training.images
+        args = self.loop.run.args
+        self.model: Any = self.loop.model
+        self.images = self.dataset.images
         self.refreshes = refresh_epochs(args.epochs, args.attention_start, args.attention_every)
-        refresh = self.refresh_before(loop.step)
-        if refresh is not None and loop.step > (refresh + 1) * loop.steps_per_epoch:
+        refresh = self.refresh_before(self.loop.step)
+        if refresh is not None and self.loop.step > (refresh + 1) * self.loop.steps_per_epoch:
             self.resumed_maps = self.find_maps(refresh)
-
-    def open(self, steps: range) -> "AttentionPhases":
-        """Returns itself: `perform` opens the batches of each phase."""
-        return self
-
-    def __next__(self) -> Any:
-        assert self.batches is not None
-        return next(self.batches)
-
-    def close(self) -> None:
-        """Ends the workers of the open phase."""
-        if self.batches is not None:
-            self.batches.close()
 
     def is_due(self) -> bool:
         """Whether the next step belongs to a phase that is not open."""
-        loop = self.training.loop
-        return self.open_until <= loop.step < loop.last_step
+        return self.open_until <= self.loop.step < self.loop.last_step
 
     def is_done(self) -> bool:
         """Never: each start opens its own batches."""
         return False
 
-    def perform(self) -> None:
-        """Opens the batches of the phase that begins now, after it has made its maps."""
-        args = self.training.args
-        loop = self.training.loop
-        self.close()
+    def perform(self) -> OpenLoader:
+        """Makes the maps of the phase that begins now. Returns what opens its batches."""
+        loop = self.loop
+        args = loop.run.args
         refresh = self.refresh_before(loop.step)
         maps = self.resumed_maps
         self.resumed_maps = None
@@ -231,12 +214,10 @@ class AttentionPhases:
         epoch = loop.step // loop.steps_per_epoch
         last_epoch = self.last_epoch_of_phase(epoch)
         self.open_until = (last_epoch + 1) * loop.steps_per_epoch
-        steps = range(loop.step, min(self.open_until, loop.last_step))
         first_epoch = 0 if refresh is None else refresh + 1
         # Groups of --repeat_aug end with the phase: all crops of an image are drawn with the same maps.
         sampler = self.sampler.with_epochs(range(first_epoch, last_epoch + 1))
-        self.batches = self.training.run.open_loader(self.dataset, sampler, collator, self.model.img_size, steps)
-        loop.reports.num_written = 0  # the next report includes the start of the workers, as a run's first one does
+        dataset = self.dataset.with_crop_boxes()
 
         covered = f"epoch {epoch}"
         if last_epoch > epoch:
@@ -246,16 +227,22 @@ class AttentionPhases:
             drawn = f"by the attention after epoch {refresh}"
         loop.log.info(f"{covered}: tokens are drawn {drawn}, {self.model.counts}")
 
+        def open_phase(steps: range) -> Loader:
+            steps_of_phase = range(steps.start, min(self.open_until, steps.stop))
+            return loop.run.open_loader(dataset, sampler, collator, self.model.img_size, steps_of_phase)
+
+        return open_phase
+
     def last_epoch_of_phase(self, epoch: int) -> int:
         """Returns the last epoch of the phase to which `epoch` belongs."""
         for refresh in self.refreshes:
             if refresh >= epoch:
                 return refresh
-        return self.training.args.epochs - 1
+        return self.loop.run.args.epochs - 1
 
     def refresh_before(self, step: int) -> int | None:
         """Returns the epoch after which the maps that `step` uses are made, or None before the first maps."""
-        epoch = step // self.training.loop.steps_per_epoch
+        epoch = step // self.loop.steps_per_epoch
         return max((e for e in self.refreshes if e < epoch), default=None)
 
     def find_maps(self, refresh: int) -> AttentionMaps | None:
@@ -263,7 +250,7 @@ class AttentionPhases:
         maps = self.maps_of(refresh)
 
         def look() -> bool:
-            run = self.training.run
+            run = self.loop.run
             if run.began_elsewhere and run.resume_path is not None:
                 source = maps_path(run.resume_path.parent, refresh)
                 if not source.is_file():
@@ -280,7 +267,8 @@ class AttentionPhases:
 
     def make_maps(self, refresh: int) -> AttentionMaps:
         """Computes and writes the maps with the weights of now. A signal ends it by `Stopped`."""
-        loop, maps = self.training.loop, self.maps_of(refresh)
+        loop = self.loop
+        maps = self.maps_of(refresh)
         if loop.step != (refresh + 1) * loop.steps_per_epoch:
             loop.log.info(
                 f"warning: {str(maps.path)!r} is missing, so maps are made with the weights of step {loop.step}: the "
@@ -288,9 +276,9 @@ class AttentionPhases:
             )
         loop.log.info(f"making attention maps of {count_of(len(self.images), 'image')}")
         began = time.monotonic()
-        whole = Squash(self.model.img_size, self.training.args.loader == "reference")
-        dataset = AddressedDataset(self.images, whole, replace=self.training.args.max_bad_fraction > 0)
-        plan = self.training.plan
+        whole = Squash(self.model.img_size, self.loop.run.args.loader == "reference")
+        dataset = AddressedDataset(self.images, whole, replace=self.loop.run.args.max_bad_fraction > 0)
+        plan = self.loop.run.plan
         found = compute_maps(self.model, dataset, loop, plan.batch_size, plan.num_workers)
         run_on_rank0(lambda: write_maps(maps.path, found))
         seconds = time.monotonic() - began
@@ -299,5 +287,5 @@ class AttentionPhases:
 
     def maps_of(self, refresh: int) -> AttentionMaps:
         """Returns the maps of this run that are made after the epoch `refresh`, whether they exist or not."""
-        path = maps_path(self.training.output_dir, refresh)
-        return AttentionMaps(path, self.model.patch_size, self.training.args.attention_crop)
+        path = maps_path(self.loop.run.output_dir, refresh)
+        return AttentionMaps(path, self.model.patch_size, self.loop.run.args.attention_crop)

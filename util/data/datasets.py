@@ -43,6 +43,12 @@ class AddressedDataset(torch.utils.data.Dataset):
         if replace:
             self.bad = torch.frombuffer(mmap.mmap(-1, len(images)), dtype=torch.uint8)
 
+    def with_crop_boxes(self) -> "AddressedDataset":
+        """Returns the same data set with the boxes of its crops."""
+        dataset = copy.copy(self)
+        dataset.with_boxes = True
+        return dataset
+
     def __len__(self) -> int:
         return len(self.images)
 

@@ -5,12 +5,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from util import collectives
-from util.evaluate.loop import EvalContext, context_of_training
+from util.evaluate.loop import EvalContext, context_of_loop
 from util.evaluate.results import RESULTS, Evaluation, named_scores, write_results
 from util.run.files import checkpoint
 from util.run.files.record import RunInfo
 from util.run.files.reports import read_json
-from util.run.train.training import Training
+from util.run.train.loop import TrainLoop
+from util.run.train.saving import CheckpointSaver
 
 BEST = "checkpoint-best.pth"
 
@@ -25,7 +26,8 @@ class Evaluator:
     best weights have the highest of; "": none are kept. picture_name: of the picture's file in the output folder.
     """
 
-    training: Training
+    loop: TrainLoop
+    saver: CheckpointSaver
     evaluate: Callable[[EvalContext], Evaluation]
     describe: Callable[[Mapping[str, Any]], str]
     best_by: str = ""
@@ -33,16 +35,16 @@ class Evaluator:
 
     def is_due(self) -> bool:
         """Whether the current step is to be evaluated."""
-        step = self.training.loop.step
-        schedule = self.training.schedule
-        period = self.training.args.eval_every
+        step = self.loop.step
+        schedule = self.loop.schedule
+        period = self.loop.run.args.eval_every
         if schedule.unit == "epoch":
             period *= schedule.steps_per_epoch
         return step > 0 and (step % period == 0 or step == schedule.num_steps)
 
     def is_done(self) -> bool:
         """Whether log and results.json hold the evaluation of the current step, and its weights are there if best."""
-        step = self.training.loop.step
+        step = self.loop.step
         if not any(report["step"] == step for report in self.evaluations()):
             return False
         results = self.results()
@@ -54,78 +56,78 @@ class Evaluator:
 
     def perform(self) -> None:
         """Evaluates the current weights, and writes the result to the output folder and to the log."""
-        training = self.training
-        step = training.loop.step
-        collectives.broadcast_buffers(training.model)
-        result = self.evaluate(context_of_training(training))
+        loop = self.loop
+        run = loop.run
+        step = loop.step
+        collectives.broadcast_buffers(loop.model)
+        result = self.evaluate(context_of_loop(self.loop))
         report = self.report_of(step, result.scores)
         last = {"step": step, **report}
         facts: dict[str, Any] = {}
         if self.best_by:
             facts["best"] = self.save_best(last, result.scores)
-        if not training.process.is_main:
+        if not run.process.is_main:
             return
         if result.picture is not None:
-            training.log.picture(self.picture_name, result.picture, step)
-        facts["encoder"] = None if training.encoder is None else asdict(training.encoder)
+            loop.log.picture(self.picture_name, result.picture, step)
+        facts["encoder"] = None if run.encoder is None else asdict(run.encoder)
         try:
-            write_results(training.output_dir, last, result.details, **facts)
+            write_results(run.output_dir, last, result.details, **facts)
         except OSError as error:
-            training.note(f"warning: {RESULTS} could not be written ({error}); the same command writes it again")
+            loop.log.info(f"warning: {RESULTS} could not be written ({error}); the same command writes it again")
         # The log comes last: an evaluation that is not in the log is repeated after a kill.
         line = self.describe(result.scores)
-        training.log.report(step, report, f"after {self.when(last)}: {line}", line)
+        loop.log.report(step, report, f"after {self.when(last)}: {line}", line)
 
     def report_of(self, step: int, scores: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what the log says of the evaluation of a step."""
-        return {"epoch": (step - 1) // self.training.loop.steps_per_epoch, **named_scores(scores)}
+        return {"epoch": (step - 1) // self.loop.steps_per_epoch, **named_scores(scores)}
 
     def save_best(self, last: dict[str, Any], scores: dict[str, Any]) -> dict[str, Any]:
         """Saves the weights as checkpoint-best.pth if they are better than its own. Returns the better ones' report."""
-        training = self.training
-        training.saver.finish()  # earlier ones may be written just now
+        self.saver.finish()  # earlier ones may be written just now
         best = collectives.run_on_rank0(self.best_before)
         if best is not None and best[f"val_{self.best_by}"] >= scores[self.best_by]:
             return best
-        info = training.info.at_step(last["step"], training.schedule.steps_per_epoch, scores)
-        training.saver.save_best(info)
+        info = self.saver.info.at_step(last["step"], self.loop.steps_per_epoch, scores)
+        self.saver.save_best(info)
         return last
 
     def best_before(self) -> dict[str, Any] | None:
         """Returns the report of the best weights so far, of an earlier step than the current one."""
         best = self.read_best()
-        if best is None or best.val is None or best.step >= self.training.loop.step:
+        if best is None or best.val is None or best.step >= self.loop.step:
             return None
         return {"step": best.step, **self.report_of(best.step, best.val)}
 
     def read_best(self) -> RunInfo | None:
         """Returns what checkpoint-best.pth says about the run; None if there is none."""
-        path = self.training.output_dir / BEST
+        path = self.loop.run.output_dir / BEST
         return checkpoint.read_info(path).run if path.exists() else None
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Returns the reports of all evaluations in the log, on rank 0."""
-        return [report for report in self.training.log.history() if "val_num_images" in report]
+        return [report for report in self.loop.log.history() if "val_num_images" in report]
 
     def results(self) -> dict[str, Any]:
         """Returns the content of results.json; an empty dict if there is none."""
-        return read_json(self.training.output_dir / RESULTS)
+        return read_json(self.loop.run.output_dir / RESULTS)
 
     def when(self, report: Mapping[str, Any]) -> str:
         """Returns, for example, "epoch 3" or "iteration 400"."""
-        if self.training.schedule.unit == "epoch":
+        if self.loop.schedule.unit == "epoch":
             return f"epoch {report['epoch']}"
         return f"iteration {report['step']}"
 
-    def summary(self, model: str) -> list[str]:
+    def summary(self, model: str, num_images: int) -> list[str]:
         """Returns what the run did, from its results, so that a finished run can say it again. model: its name."""
-        lines = [f"trained {model} {self.training.progress()}"]
+        lines = [f"trained {model} {self.loop.progress(num_images)}"]
         results = self.results()
         for name in ("last", "best"):
             if name in results:
                 scores = {key.removeprefix("val_"): value for key, value in results[name].items()}
                 lines.append(f"  {name:<11}  {self.when(results[name])}: {self.describe(scores)}")
-        picture = self.training.output_dir / self.picture_name
-        if self.picture_name and self.training.args.num_pictures and picture.exists():
+        picture = self.loop.run.output_dir / self.picture_name
+        if self.picture_name and self.loop.run.args.num_pictures and picture.exists():
             lines.append(f"  pictures     {picture}")
         return lines

@@ -21,7 +21,7 @@ from util.run.processes.supervise import BatchesAhead, StopSignal
 from util.run.start.plan import num_workers
 
 if TYPE_CHECKING:
-    from util.run.train.training import Training
+    from util.run.train.loop import TrainLoop
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 IMAGES_PER_QUESTION = 8  # at least; where images differ in size, ranks that ask each other more often would wait more
@@ -58,15 +58,15 @@ class EvalContext:
         return replace(self, batch_size=1)
 
 
-def context_of_training(training: "Training") -> EvalContext:
+def context_of_loop(loop: "TrainLoop") -> EvalContext:
     """Returns the context of the evaluations between the steps of a training."""
     return EvalContext(
-        normalize=training.loop.normalize,
-        autocast=training.loop.autocast,
-        batch_size=training.plan.batch_size,
-        num_workers=training.plan.num_workers,
-        stop_if_asked=training.loop.stop_if_asked,
-        stop=training.loop.stop,
+        normalize=loop.normalize,
+        autocast=loop.autocast,
+        batch_size=loop.run.plan.batch_size,
+        num_workers=loop.run.plan.num_workers,
+        stop_if_asked=loop.stop_if_asked,
+        stop=loop.stop,
     )
 
 

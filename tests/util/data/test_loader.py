@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from prmim import MaskCollator, TokenCounts, TokenOrderSampler
-from util.data import loader
-from util.data.bad_images import BadImages
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import FolderImages
 from util.data.loader import Loader, LoaderError, batches_ahead
@@ -41,20 +39,6 @@ def test_batches_are_the_same_for_any_number_of_workers_and_from_any_start(photo
         for batch, batch_expected in zip(batches, expected[start_step:], strict=True):
             for tensor, tensor_expected in zip(batch, batch_expected, strict=True):
                 assert torch.equal(tensor, tensor_expected)
-
-
-def test_lists_of_bad_images_are_gathered_only_if_there_are_new_ones(photos, monkeypatch):
-    gathered = []
-    monkeypatch.setattr(loader.collectives, "gather_objects", lambda value: gathered.append(value) or [value, [7]])
-    flags = torch.zeros(24, dtype=torch.uint8)
-    lines = []
-    bad_images = BadImages(FolderImages(photos), flags, 0.5, lines.append, before_error=lambda: None)
-    for bad in ([], [3], [], [5], []):
-        flags[bad] = 1
-        bad_images.report(bad_images.count() + 1)  # with that of the other rank
-    assert gathered == [[], [3], [3, 5]]
-    assert bad_images.known == {3, 5, 7}
-    assert len(lines) == 3
 
 
 @pytest.mark.parametrize(

@@ -36,29 +36,32 @@ LEFTOVERS = (".*.tmp-*", "attention/.*.tmp-*", ".shared-*")
 
 
 @contextmanager
-def join_processes(
-    parser: Parser,
-    args: argparse.Namespace,
-    check: Callable[[argparse.Namespace], None] | None = None,
-    timeout_minutes: float = 240,
-    join_timeout: float = 600,
-) -> Iterator[distributed.Process]:
-    """Joins the process group. Errors of the user inside end the program with one paragraph and an exit code.
-
-    ValueError on all ranks if they were started with other flags, code or torch. check: refuses flags of the program
-    before its folder is touched. timeout_minutes: of a collective; by default the other ranks may wait while rank 0
-    counts up to four million files. join_timeout: seconds.
-    """
+def exit_on_errors(parser: Parser) -> Iterator[None]:
+    """Errors of the user inside end the program with one paragraph and an exit code. It leaves its process group."""
     try:
         with user_errors(parser):
-            process = distributed.init_process(args.device, timeout_minutes, join_timeout)
-            refuse_different_starts(parser, args)
-            if check is not None:
-                check(args)
-            yield process
+            yield
     except SystemExit:
         distributed.shut_down(after_error=True)
         raise
+
+
+@contextmanager
+def join_processes(
+    parser: Parser, args: argparse.Namespace, check: Callable[[argparse.Namespace], None] | None = None
+) -> Iterator[distributed.Process]:
+    """Joins the process group of a program that does not train, in which errors of the user end it.
+
+    ValueError on all ranks if they were started with other flags, code or torch. check: refuses flags of the program
+    before its folder is touched.
+    """
+    with exit_on_errors(parser):
+        # The other ranks wait while rank 0 counts up to four million files.
+        process = distributed.init_process(args.device, timeout_minutes=240)
+        refuse_different_starts(parser, args)
+        if check is not None:
+            check(args)
+        yield process
     distributed.shut_down()
 
 

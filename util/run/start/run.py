@@ -3,7 +3,7 @@
 import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,14 +22,15 @@ from util.data.statistics import IMAGENET, Statistics, find_statistics, keep_col
 from util.run.cli import Parser
 from util.run.files.record import CheckpointInfo, DataInfo, EncoderSource, RunInfo, StartInfo
 from util.run.files.reports import record_failure
-from util.run.processes.distributed import Process
+from util.run.processes.distributed import Process, init_process
 from util.run.processes.supervise import Watchdog, collective_timeout, first_timeout
 from util.run.start.folder import (
     check_space,
     checkpoint_bytes,
     describe_start,
     enter_folder,
-    join_processes,
+    exit_on_errors,
+    refuse_different_starts,
 )
 from util.run.start.plan import Plan, RunSchedule, make_plan
 from util.run.start.resume import (
@@ -44,7 +45,7 @@ from util.run.start.resume import (
 
 @dataclass
 class Run:
-    """One start of a run, in one process, before its model is there.
+    """One start of a run, in one process: what is known before its model is there.
 
     program: the main, for example "main_pretrain.py". resume_path: the checkpoint that the run continues from. resumed:
     what it says, None for a new run. encoder_flag: name of the flag that gives the first weights. encoder: the
@@ -81,16 +82,19 @@ class Run:
     ) -> Iterator["Run"]:
         """Joins the processes, checks the flags, takes the folder and finds out what to resume.
 
-        Errors of the user inside this context end the program with one paragraph and an exit code.
+        Inside this context the folder is locked, and the watchdog looks.
+
         check: refuses the program's own flags before the folder is touched. default_batch_size, fitting_batch: see
         `make_plan`.
         """
         minutes = collective_timeout(args.dist_timeout, args.compile)
         patience = first_timeout(args.dist_timeout, args.compile)
-        joined = join_processes(parser, args, timeout_minutes=minutes, join_timeout=max(60, args.dist_timeout))
-        with joined as process, ExitStack() as stack:
-            record = partial(record_failure, Path(args.output_dir))
-            with Watchdog(args.dist_timeout, patience, process.rank, record) as watchdog:
+        with ExitStack() as stack:
+            with exit_on_errors(parser):
+                process = init_process(args.device, minutes, join_timeout=max(60, args.dist_timeout))
+                refuse_different_starts(parser, args)
+                record = partial(record_failure, Path(args.output_dir))
+                watchdog = stack.enter_context(Watchdog(args.dist_timeout, patience, process.rank, record))
                 watchdog.set_up("output folder")
                 plan = make_plan(args, process, default_batch_size, fitting_batch)
                 check(args, plan)
@@ -99,21 +103,25 @@ class Run:
                 resumed = read_resumed(resume_path, program, plan.total_batch_size)
                 encoder, encoder_notes = find_first_weights(getattr(args, encoder_flag), encoder_flag, resumed)
                 watchdog.set_up("images")
-                yield cls(
-                    parser=parser,
-                    args=args,
-                    program=program,
-                    process=process,
-                    plan=plan,
-                    output_dir=output_dir,
-                    resume_path=resume_path,
-                    origin=origin,
-                    watchdog=watchdog,
-                    resumed=resumed,
-                    encoder_flag=encoder_flag,
-                    encoder=encoder,
-                    notes=[*notes, *encoder_notes],
-                )
+            yield cls(
+                parser=parser,
+                args=args,
+                program=program,
+                process=process,
+                plan=plan,
+                output_dir=output_dir,
+                resume_path=resume_path,
+                origin=origin,
+                watchdog=watchdog,
+                resumed=resumed,
+                encoder_flag=encoder_flag,
+                encoder=encoder,
+                notes=[*notes, *encoder_notes],
+            )
+
+    def set_up(self) -> AbstractContextManager[None]:
+        """Context in which errors of the user end the program with one paragraph and an exit code."""
+        return exit_on_errors(self.parser)
 
     @property
     def began_elsewhere(self) -> bool:

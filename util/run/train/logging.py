@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
+from util import collectives
 from util.atomic import replaced_file
 from util.pictures import save
-from util.run.files.reports import LOG, read_reports
-from util.text import printable
+from util.run.files.record import CheckpointInfo
+from util.run.files.reports import LOG, read_reports, set_aside_earlier_run, write_json
+from util.run.start.plan import RunSchedule
+from util.run.start.run import Run
+from util.text import count_of, printable
 
 
 class RunLog:
@@ -28,10 +33,17 @@ class RunLog:
     """
 
     def __init__(
-        self, output_dir: str | Path, start_step: int, end_step: int, enabled: bool = True, steps_per_epoch: int = 0
+        self,
+        output_dir: str | Path,
+        start_step: int,
+        end_step: int,
+        enabled: bool = True,
+        steps_per_epoch: int = 0,
+        prints: bool = False,
     ) -> None:
-        """steps_per_epoch: if given, the progress bar shows the epoch."""
+        """steps_per_epoch: if given, the progress bar shows the epoch. prints: whether `info` prints if not enabled."""
         self.enabled = enabled
+        self.prints = prints
         self.steps_per_epoch = steps_per_epoch
         if not enabled:
             return
@@ -54,11 +66,12 @@ class RunLog:
         self.bar = tqdm(total=end_step, initial=start_step, unit="step", file=sys.stderr, disable=is_hidden, **options)
 
     def info(self, message: str) -> None:
+        message = printable(message)
         if self.enabled:
-            message = printable(message)
             self._write(message)
             with redirect_if_broken(sys.stderr):
                 self.bar.clear()
+        if self.enabled or self.prints:
             print_line(message)
 
     def write_to_file(self, message: str) -> None:
@@ -133,6 +146,43 @@ class RunLog:
             self.tensorboard.close()
         self.json_lines.close()
         self.text.close()
+
+
+def open_log(run: Run, schedule: RunSchedule, info: CheckpointInfo, rows: Mapping[str, str]) -> RunLog:
+    """Opens the log, and writes the summary and all notes so far to it, and settings.json. All ranks must call it.
+
+    info: what a checkpoint of now would say. rows: of the summary, about model and data. With --check_data all is
+    printed alone.
+    """
+    args = run.args
+    plan = run.plan
+    process = run.process
+    writes = process.is_main and not args.check_data
+    if not run.continues_here and not args.check_data:
+        run.note(*collectives.run_on_rank0(lambda: set_aside_earlier_run(run.output_dir)))
+    last_step = schedule.last_step(args.max_steps)
+    log = RunLog(run.output_dir, run.first_step, last_step, writes, schedule.steps_per_epoch, prints=process.is_main)
+    if writes:
+        write_json(run.output_dir / "settings.json", info.settings)
+    processes = count_of(process.world_size, "process")
+    common = {
+        "batch": f"{plan.total_batch_size} = {plan.batch_size} x {processes} x {plan.accum_iter} accumulated",
+        "schedule": schedule.summary,
+        "device": f"{processes} on {plan.device} in {plan.precision}",
+        "code": run.origin.code,
+        "command": f"{run.origin.command} on {', '.join(run.origin.hosts)}",
+        "output": str(run.output_dir),
+    }
+    if plan.device == "cuda" and torch.cuda.device_count() > 1 and process.world_size == 1:
+        run.note(f"note: 1 of {torch.cuda.device_count()} GPUs is used; torchrun --nproc_per_node uses more")
+    if args.compile:
+        run.note("note: the first step compiles the model, and nothing is reported before (--no-compile)")
+    for line in summary_lines({**rows, **common}):
+        log.info(line)
+    log.write_to_file(json.dumps(info.settings))
+    for note in run.notes:
+        log.info(note)
+    return log
 
 
 def summary_lines(rows: Mapping[str, str]) -> list[str]:

@@ -8,7 +8,7 @@ that is not finite makes its gradient NaN, and DDP has averaged the gradients be
 
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,34 +26,40 @@ from util.run.start.run import Run
 from util.run.train.logging import RunLog
 from util.run.train.meter import Clock, Meter
 from util.run.train.step_graphs import ForwardBackward, StepGraphs, Update
-from util.run.train.step_reports import StepReports
+from util.run.train.step_reports import Measure, StepReports
+from util.text import count_of
 
 
 class TrainLoop:
     """The state of a training loop, apart from data.
 
-    model: without DDP. parameters: those that are trained, in the model's order.
+    model_in_ddp: the model as it is called: compiled, in DDP if there are several processes. model: without DDP.
+    parameters: those that are trained, in the model's order.
     """
 
     def __init__(
         self,
         run: Run,
-        model: torch.nn.Module,
+        model_in_ddp: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         schedule: RunSchedule,
         normalize: Normalize,
         log: RunLog,
         state: Mapping[str, Any],
-        data_hint: str = "",
+        bad_images: torch.Tensor | None = None,
+        measures: Sequence[Measure] = (),
     ) -> None:
-        """model: as it is called: compiled, in DDP. normalize: turns images as stored (uint8, uint16 or float32) into
-        normalised float images, on the device. state: see `Run.restore`. data_hint: what to do if loading data is too
-        slow, or "".
+        """normalize: turns images as stored (uint8, uint16 or float32) into normalised float images, on the device.
+
+        state: see `Run.restore`. bad_images: see `AddressedDataset.bad`. measures: of the reports.
         """
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        self.model = model
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.run = run
+        self.schedule = schedule
+        self.model_in_ddp = model_in_ddp
+        self.model = model_in_ddp
+        if isinstance(model_in_ddp, DistributedDataParallel):
+            self.model = model_in_ddp.module
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = optimizer
         self.normalize = normalize
         self.log = log
@@ -75,7 +81,7 @@ class TrainLoop:
         self.copies = DeviceCopies(self.device)
         self.meter = Meter(self.device)
         self.clock = Clock()
-        self.reports = StepReports(run, schedule, self.meter, self.clock, log, data_hint)
+        self.reports = StepReports(run, schedule, self.meter, self.clock, log, bad_images, measures)
         self.losses: dict[str, torch.Tensor] = {}  # of the current step, summed over micro-batches
         self.step = run.first_step  # number of optimizer steps done, over all starts of the run
         self.first_step = run.first_step
@@ -215,3 +221,19 @@ class TrainLoop:
     def has_ended(self) -> bool:
         """Whether the last step is done, or all ranks have agreed to stop."""
         return self.has_stopped or self.step >= self.last_step
+
+    def ends_epoch(self, every: int) -> bool:
+        """Whether the current step ends an epoch whose number is a multiple of `every`, or the whole schedule.
+
+        Epochs count from 1 here; step 0 counts as the end of epoch 0. every 0: never.
+        """
+        epoch, rest = divmod(self.step, self.steps_per_epoch)
+        return every > 0 and rest == 0 and (epoch % every == 0 or self.step == self.schedule.num_steps)
+
+    def progress(self, num_images: int) -> str:
+        """Returns, for example, "for 100 steps on 24 images"."""
+        total = self.schedule.num_steps
+        images = count_of(num_images, "image")
+        if self.step >= total:
+            return f"for {count_of(self.step, 'step')} on {images}"
+        return f"for {count_of(self.step, 'step')} of {total} on {images}"

@@ -18,8 +18,6 @@ from util.run.files import checkpoint, search
 from util.run.files.record import CheckpointInfo
 from util.run.files.reports import write_state
 from util.run.processes.supervise import SETUP_TIMEOUT
-from util.run.start.plan import RunSchedule
-from util.run.start.run import Run
 from util.run.train.loop import TrainLoop
 
 UNSAVED_SECONDS = 60.0  # of training that may be lost if the process is killed in work between steps
@@ -69,19 +67,20 @@ class CheckpointSaver:
     steps are skipped, the weights do not change and nothing is saved. The newest good checkpoint is never pruned, and
     neither is any after it.
 
-    save_minutes, save_steps: a save is due so often, and whenever a checkpoint is to be kept for good; 0: never.
+    info: what a checkpoint of the first step says. It saves every `--save_minutes` and `--save_steps`, where a
+    checkpoint is to be kept for good, and at the end.
     """
 
-    run: Run
-    info: CheckpointInfo
-    model: torch.nn.Module
     loop: TrainLoop
-    schedule: RunSchedule
-    save_minutes: float = 0.0
-    save_steps: int = 0
+    info: CheckpointInfo
 
     def __post_init__(self) -> None:
-        self.output_dir = self.run.output_dir
+        args = self.loop.run.args
+        self.save_minutes: float = args.save_minutes
+        self.save_steps: int = args.save_steps
+        self.model = self.loop.model
+        self.schedule = self.loop.schedule
+        self.output_dir = self.loop.run.output_dir
         self.first_step = self.loop.step
         self.saved_steps = [self.first_step]  # resumed from, or written since; older ones may be pruned
         self.copies = HostCopies(self.loop.device)
@@ -91,8 +90,18 @@ class CheckpointSaver:
         self.num_failures = 0  # saves in a row
 
     def is_due(self) -> bool:
-        """Whether the current step is to be saved, whatever the time. A function of step and flags alone."""
-        return self.is_kept(self.loop.step) or (self.save_steps > 0 and self.loop.step % self.save_steps == 0)
+        """Whether the current step may be saved: at each pause, because rank 0 knows the time."""
+        return True
+
+    def is_done(self) -> bool:
+        """Whether the current step needs no save, because its weights are saved or it is too early. For rank 0."""
+        step = self.loop.step
+        is_needed = self.loop.has_ended() or self.is_kept(step) or (self.save_steps > 0 and step % self.save_steps == 0)
+        return not is_needed and not self.is_time()
+
+    def perform(self) -> None:
+        """Saves the current step."""
+        self.save(final=self.loop.has_ended())
 
     def is_kept(self, step: int) -> bool:
         """Whether the checkpoint of `step` is kept for good. Those of the end and of the start of the decay are."""
@@ -110,15 +119,6 @@ class CheckpointSaver:
             return time.monotonic() - self.began > SETUP_TIMEOUT
         self.join()
         return time.monotonic() - self.began >= 60 * self.save_minutes
-
-    def count(self) -> float:
-        """Returns 1 on rank 0 if it is time to save: see `AtReport`."""
-        return float(self.run.process.is_main and self.is_time())
-
-    def report(self, total: float) -> None:
-        """Saves if it is time."""
-        if total > 0:
-            self.save()
 
     def is_behind(self) -> bool:
         """Whether training of more than UNSAVED_SECONDS is not saved, nor being saved. For rank 0."""
@@ -139,30 +139,40 @@ class CheckpointSaver:
         """
         loop = self.loop
         step = loop.step
-        if step == loop.last_step:
-            changed_at = step
-        else:
-            changed_at = self.step_of_weights()
-        if not final and run_on_rank0(lambda: self.is_being_saved(changed_at)):
-            return
-        self.finish()
-        if run_on_rank0(lambda: self.is_saved(changed_at)):
+        self.expect_a_wait()
+        must_succeed = run_on_rank0(lambda: self.prepare(final))
+        if must_succeed is None:
             return
         # Buffers, too: one batch that is not finite ruins the running statistics of a BatchNorm for good.
         num_bad = torch.stack([~tensor.isfinite().all() for tensor in self.model.state_dict().values()]).sum()
         if all_reduce_sum(num_bad) > 0:
             raise FloatingPointError(f"the weights are not finite after step {step} and were not saved")
-        must_succeed = final or run_on_rank0(lambda: self.num_failures + 1 >= MAX_FAILURES)
         state = {
             "model": self.model.state_dict(),
             "optimizer": loop.optimizer.state_dict(),
-            "scaler": loop.precision.scaler.state_dict(),
+            "scaler": loop.scaler.state_dict(),
             "meter": loop.meter.state_dict(),
         }
         self.began = time.monotonic()
-        run_on_rank0(lambda: self.begin_write(step, self.copies.take(state)))
-        if must_succeed:
-            self.wait_for_success()
+        self.expect_a_wait()
+        run_on_rank0(lambda: self.begin_write(step, self.copies.take(state), must_succeed))
+
+    def prepare(self, final: bool) -> bool | None:
+        """Waits for the write before the next one. Returns whether the next must succeed; None if none is needed.
+
+        For rank 0.
+        """
+        step = self.loop.step
+        if step == self.loop.last_step:
+            changed_at = step
+        else:
+            changed_at = self.step_of_weights()
+        if not final and self.is_being_saved(changed_at):
+            return None
+        self.join()
+        if self.is_saved(changed_at):
+            return None
+        return final or self.num_failures + 1 >= MAX_FAILURES
 
     def save_best(self, info: CheckpointInfo) -> None:
         """Saves the current weights alone, as checkpoint-best.pth. All ranks must call it. info: what it says.
@@ -184,12 +194,17 @@ class CheckpointSaver:
         """Whether rank 0 has written the weights of `step`."""
         return step <= self.saved_steps[-1]
 
-    def begin_write(self, step: int, state: Mapping[str, Any]) -> None:
-        """Lets the thread write `state` as the checkpoint of `step`, and prune older ones. For rank 0."""
+    def begin_write(self, step: int, state: Mapping[str, Any], must_succeed: bool) -> None:
+        """Lets the thread write `state` as the checkpoint of `step`, and prune older ones. For rank 0.
+
+        must_succeed: wait for it. OSError if it fails.
+        """
         info = self.info.at_step(step, self.schedule.steps_per_epoch)
         needed_steps = [*self.steps_since_newest_good(), step]
         outcome = self.thread.submit(self.write_and_prune, step, state, info, needed_steps)
         self.writing = Write(checkpoint.file_name(step), needed_steps, outcome)
+        if must_succeed:
+            self.join(required=True)
 
     def begin_write_of_best(self, state: Mapping[str, Any], info: CheckpointInfo) -> None:
         """Lets the thread write `state` as checkpoint-best.pth. For rank 0."""

@@ -4,13 +4,14 @@ The ranks exchange what they need in one call, every `--print_freq` steps. A rep
 """
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from util.collectives import all_reduce_sum, gather_objects
+from util.data.open import data_hint
 from util.run.processes.distributed import memory_scalars
 from util.run.start.plan import RunSchedule
 from util.run.start.run import Run
@@ -23,17 +24,7 @@ BUSY_HOST = 0.95  # say so if a host does not wait for its GPU in more than this
 HOST_HINT = "larger --batch_size, --compile or --cuda_graph help, and cores that are free"
 MAX_BAD_STEPS = 20  # this many non-finite steps in a row end the run, at the next report
 
-
-class AtReport(Protocol):
-    """What else is done at each report, by all ranks."""
-
-    def count(self) -> float:
-        """Returns a number of this rank."""
-        ...
-
-    def report(self, total: float) -> None:
-        """Does it. total: the sum of all ranks' numbers, so that all ranks can do the same."""
-        ...
+Measure = Callable[[Mapping[str, Any]], dict[str, float]]  # from the values of a report to further ones
 
 
 @dataclass(frozen=True)
@@ -41,25 +32,35 @@ class RankReport:
     """What a rank tells the others at a report."""
 
     sums: torch.Tensor  # of its meter, on the CPU
+    num_bad_images: int  # that its workers have found
     data_seconds: float  # since the last report
     host_seconds: float
-    numbers: list[float]  # of `at_report`
 
 
 class StepReports:
     """Writes the reports of a run to its log.
 
-    at_report: what else is done at each report. measures: functions of a report's values that return further ones.
+    num_bad_images: that the workers of all ranks had found at the last report.
     """
 
     def __init__(
-        self, run: Run, schedule: RunSchedule, meter: Meter, clock: Clock, log: RunLog, data_hint: str
+        self,
+        run: Run,
+        schedule: RunSchedule,
+        meter: Meter,
+        clock: Clock,
+        log: RunLog,
+        bad_images: torch.Tensor | None,
+        measures: Sequence[Measure],
     ) -> None:
-        """data_hint: what to do if loading data is too slow, or ""."""
+        """bad_images: see `AddressedDataset.bad`."""
+        self.bad_images = bad_images
+        self.num_bad_images = 0
         self.meter = meter
         self.clock = clock
         self.log = log
-        self.data_hint = data_hint
+        self.measures = measures
+        self.data_hint = data_hint(run.plan.num_workers, run.plan.device)  # what to do if loading data is too slow
         self.device = run.process.device
         self.is_scaled = run.plan.precision == "fp16"
         self.images_per_step = run.plan.total_batch_size  # over all ranks
@@ -68,8 +69,10 @@ class StepReports:
         self.last_step = schedule.last_step(run.args.max_steps)
         self.hosts = gather_objects(socket.gethostname())  # of each rank
         self.host_hint = HOST_HINT if self.device.type == "cuda" else ""
-        self.at_report: list[AtReport] = []
-        self.measures: list[Callable[[Mapping[str, Any]], dict[str, float]]] = []
+        self.num_written = 0  # since the workers have started
+
+    def expect_start_of_workers(self) -> None:
+        """Takes the next report for one that includes it, and says nothing about a slow loading of data."""
         self.num_written = 0
 
     def write(self, step: int, losses: Mapping[str, torch.Tensor], interim: bool) -> None:
@@ -79,9 +82,14 @@ class StepReports:
         ones. It leaves the meter as it is, so that the regular reports of a resumed run equal those of an undisturbed
         run.
         """
-        numbers = [float(work.count()) for work in self.at_report]
-        own = RankReport(self.meter.sums.cpu(), self.clock.data_seconds, self.clock.host_seconds, numbers)
+        own = RankReport(
+            sums=self.meter.sums.cpu(),
+            num_bad_images=0 if self.bad_images is None else int(self.bad_images.count_nonzero()),
+            data_seconds=self.clock.data_seconds,
+            host_seconds=self.clock.host_seconds,
+        )
         ranks = gather_objects(own)
+        self.num_bad_images = sum(rank.num_bad_images for rank in ranks)
         since_report, since_epoch = torch.stack([rank.sums for rank in ranks]).sum(dim=0) / len(ranks)
         means = self.meter.means(since_report)
         if not interim:
@@ -108,11 +116,8 @@ class StepReports:
             scalars["epoch_loss"] = total({name: epoch_means[name] for name in losses})
         line, postfix = self._describe(step, scalars)
         self.log.report(step, scalars, line, postfix, interim)
-
-        for i, work in enumerate(self.at_report):
-            work.report(sum(rank.numbers[i] for rank in ranks))
         self.num_written += 1
-        if self.num_written > 1:  # the first one includes the start of the workers
+        if self.num_written > 1:
             self._advise(scalars)
 
     def _advise(self, scalars: dict[str, Any]) -> None:

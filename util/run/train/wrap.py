@@ -32,7 +32,7 @@ PRODUCTS = [
 ]
 
 
-def wrap_model(model: nn.Module, run: Run, compiles: bool) -> nn.Module:
+def wrap_model(model: nn.Module, run: Run) -> nn.Module:
     """Applies --attention, --recompute and compilation, then wraps the model in DDP if there are several processes.
 
     Returns the module to call.
@@ -44,7 +44,7 @@ def wrap_model(model: nn.Module, run: Run, compiles: bool) -> nn.Module:
     choose_attention(model, args.attention, plan.precision, process.device, run.note)
     if args.recompute or args.recompute_pointwise:
         recompute_blocks(model, pointwise_only=not args.recompute)
-    if compiles:
+    if args.compile:
         compile_parts(model)
     if process.world_size == 1:
         return model

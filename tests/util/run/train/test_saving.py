@@ -4,54 +4,42 @@ import shlex
 import threading
 from argparse import Namespace
 from concurrent.futures import wait
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.loops import SilentLog, a_run, a_schedule
 from tests.runs import contents, info_of_run
 from tests.two_processes import run_in_two_processes
 from util import atomic
+from util.data.transforms import Normalize
 from util.run.files import checkpoint
 from util.run.files.checkpoint import save_checkpoint
 from util.run.files.search import list_finished, step_of
-from util.run.processes.supervise import Watchdog
+from util.run.processes.distributed import Process
 from util.run.start import folder as folder_module
 from util.run.start.folder import check_space, checkpoint_bytes
 from util.run.train import saving
-from util.run.train.meter import Meter
+from util.run.train.loop import TrainLoop
 from util.run.train.saving import CheckpointSaver, HostCopies
 
 CPU = torch.device("cpu")
 FULL = OSError(28, "No space left on device")
 
 
-class Log:
-    def __init__(self):
-        self.lines = []
-
-    def info(self, line):
-        self.lines.append(line)
-
-
-def a_saver(folder, model=None, step=0, keep_every=1000, rank=0, world_size=1, **how_often):
+def a_saver(folder, model=None, step=0, keep_every=1000, rank=0, world_size=1, save_minutes=0, save_steps=0):
     """A saver of a run of 100 steps that has begun at step 0 and is at `step`."""
     if model is None:
         model = torch.nn.Linear(2, 2)
-    loop = Namespace(
-        step=0,
-        last_step=100,
-        watchdog=Watchdog(600, 600),
-        meter=Meter(CPU),
-        device=CPU,
-        log=Log(),
-        optimizer=torch.optim.AdamW(model.parameters()),
-        precision=Namespace(scaler=torch.amp.GradScaler("cpu", enabled=False)),
-    )
+    run = a_run(save_minutes=save_minutes, save_steps=save_steps)
+    run.output_dir = folder
+    run.process = Process(CPU, rank, world_size)
+    schedule = replace(a_schedule(None, steps_per_epoch=10), keep_every=keep_every)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loop = TrainLoop(run, model, optimizer, schedule, Normalize(), SilentLog(), state={})
     loop.meter.add({"a": torch.ones(()), "grad_norm": torch.ones(())})
-    process = Namespace(is_main=rank == 0, world_size=world_size)
-    run = Namespace(output_dir=folder, process=process)
-    schedule = Namespace(keep_every=keep_every, num_steps=100, steps_per_epoch=10, decay_step=None)
-    saver = CheckpointSaver(run, info_of_run(), model, loop, schedule, **how_often)
+    saver = CheckpointSaver(loop, info_of_run())
     loop.step = step
     return saver
 
@@ -150,7 +138,7 @@ def test_a_save_by_steps_waits_for_the_write_before_it(tmp_path, gate, monkeypat
     saver.save()
     saver.save()  # of the same step: nothing
     saver.loop.step = 2
-    assert saver.is_due()
+    assert not saver.is_done()
     open_when_waited_for(saver, gate, monkeypatch)
     saver.save()
     saver.finish()
@@ -196,8 +184,8 @@ def test_saves_by_time(tmp_path, monkeypatch):
         now[0] += 70
         saver.save_best(info_of_run())  # does not count
         saver.finish()
-        if saver.is_time():
-            saver.save()
+        if not saver.is_done():
+            saver.perform()
         saver.finish()
         saved.append(steps_in(tmp_path)[-1:])
     assert saved[3] == []
@@ -209,7 +197,7 @@ def test_a_save_is_due_where_a_checkpoint_is_kept_and_at_the_end(tmp_path):
     saver = a_saver(tmp_path, keep_every=30)
     due = []
     for saver.loop.step in range(1, 101):
-        if saver.is_due():
+        if not saver.is_done():
             due.append(saver.loop.step)
     assert due == [30, 60, 90, 100]
 
