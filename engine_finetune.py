@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from util import collectives
 from util.data.datasets import AddressedDataset
 from util.data.transforms import ResizeCenterCrop
-from util.evaluate.loop import EvalContext, evaluation_batches
+from util.evaluate.context import EvalContext, evaluation_batches
 from util.evaluate.results import accuracies
 from util.run.train.loop import TrainLoop
 

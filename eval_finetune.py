@@ -16,7 +16,7 @@ from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import normalizer
 from util.data.transforms import ResizeCenterCrop
 from util.evaluate import robustness
-from util.evaluate.loop import context_of_flags
+from util.evaluate.context import context_of_flags
 from util.evaluate.results import Evaluation, accuracy_text, finish_evaluation, folder_of_eval
 from util.run.cli import Parser
 from util.run.files import search

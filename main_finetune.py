@@ -29,8 +29,8 @@ from util.data.open import open_everywhere
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop, with_vflip
 from util.evaluate import robustness
+from util.evaluate.context import EvalContext
 from util.evaluate.evaluator import Evaluator
-from util.evaluate.loop import EvalContext
 from util.evaluate.results import Evaluation, accuracy_text
 from util.flag import Flag
 from util.run.cli import Parser

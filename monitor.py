@@ -22,9 +22,9 @@ from util.data.folders import MissingSplit
 from util.data.images import Images, evenly_spaced, has_one_label, match_splits
 from util.data.open import open_everywhere
 from util.data.transforms import ResizeCenterCrop
+from util.evaluate.context import context_of_loop
 from util.evaluate.features import Features, class_feature, extract_features, forward_blocks, num_class_tokens
 from util.evaluate.knn import KnnProtocol, knn_accuracy
-from util.evaluate.loop import context_of_loop
 from util.evaluate.moments import Moments, moments_of_all
 from util.evaluate.results import accuracy_text
 from util.flag import Flag

@@ -15,7 +15,7 @@ from util.data.images import EncodedImages, evenly_spaced
 from util.data.open import open_once
 from util.data.statistics import normalizer
 from util.data.transforms import Size
-from util.evaluate.loop import context_of_flags
+from util.evaluate.context import context_of_flags
 from util.evaluate.results import Evaluation, finish_evaluation
 from util.flag import Flag
 from util.run.cli import Parser

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from util.flag import Flag
 from util.run.cli import Parser
 from util.run.exits import run_program, user_errors
+from util.run.files.json_files import STATE, read_json, read_reports
 from util.run.files.lock import is_held
-from util.run.files.reports import STATE, read_json, read_reports
 from util.tables import markdown_table
 from util.text import printable
 

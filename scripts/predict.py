@@ -40,7 +40,7 @@ from util.collectives import print_on_rank0
 from util.data.images import EncodedImages, ImageError, Reading
 from util.data.pixel_format import Header
 from util.data.statistics import normalizer
-from util.evaluate.loop import context_of_flags
+from util.evaluate.context import context_of_flags
 from util.evaluate.predictions import Predictor, Progress, open_unlabelled, write_record
 from util.flag import Flag
 from util.run.cli import Parser

@@ -24,7 +24,7 @@ from recipes import RECIPES
 from util.flag import Flag
 from util.run.cli import Parser
 from util.run.exits import run_program, user_errors
-from util.run.files.reports import STATE, read_json
+from util.run.files.json_files import STATE, read_json
 from util.tables import markdown_table
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "docs" / "published.csv"

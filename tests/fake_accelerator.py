@@ -30,7 +30,7 @@ from engine_finetune import BatchAugmentation
 from models_vit import MICRO, VisionTransformer
 from tests.loops import CLASSIFIERS, a_driver, batches_of, make, update_with_part
 from util.data.transforms import Normalize
-from util.evaluate.loop import EvalContext
+from util.evaluate.context import EvalContext
 from util.run.processes.distributed import precision
 
 DEVICE = "fakegpu"

@@ -18,7 +18,7 @@ from models_vit import VisionTransformer
 from tests.loops import a_driver, forbidden_waits
 from tests.two_processes import run_in_two_processes
 from util.data.transforms import Normalize
-from util.evaluate.loop import EvalContext
+from util.evaluate.context import EvalContext
 from util.run.train import wrap
 
 CLASSES = 6

@@ -8,7 +8,7 @@ import pytest
 
 from tests.downstream.dense import detect, segment, write_shapes, write_stripes
 from tests.runs import assert_same_state, finetune, pretrain, reports, reports_without_times, state
-from util.evaluate import loop as evaluation_loop
+from util.evaluate import context as evaluation_context
 from util.evaluate.evaluator import Evaluator
 from util.run.files.search import list_finished, step_of
 from util.run.train import saving
@@ -51,7 +51,7 @@ def signal_at_question(monkeypatch, step, number):
         stop_if_asked(loop)
 
     monkeypatch.setattr(TrainLoop, "stop_if_asked", ask)
-    monkeypatch.setattr(evaluation_loop, "IMAGES_PER_QUESTION", 1)
+    monkeypatch.setattr(evaluation_context, "IMAGES_PER_QUESTION", 1)
 
 
 def results(folder):

@@ -16,7 +16,7 @@ from util import collectives
 from util.data.datasets import AddressedDataset
 from util.data.pictures import as_picture
 from util.data.transforms import Size
-from util.evaluate.loop import EvalContext, evaluation_batches, share_of_rank
+from util.evaluate.context import EvalContext, evaluation_batches, share_of_rank
 from util.evaluate.results import Evaluation
 from util.run.train.loop import TrainLoop
 

@@ -24,10 +24,10 @@ from encoders.trained import Trained
 from util.data.images import EncodedImages
 from util.data.pictures import as_picture
 from util.data.transforms import Size, to_tensor
-from util.evaluate.loop import EvalContext
+from util.evaluate.context import EvalContext
 from util.evaluate.predictions import Progress, Results, name_of, output_paths, prepared_batches
 from util.pictures import save
-from util.run.files.reports import write_json
+from util.run.files.json_files import write_json
 
 DETECTIONS = "detections.json"
 IMAGES = "images.json"

@@ -20,9 +20,9 @@ from util.data.datasets import AddressedDataset, StepBatchSampler, permutation, 
 from util.data.images import Images
 from util.data.loader import Loader
 from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop, with_vflip
+from util.evaluate.context import EvalContext, context_of_flags, evaluation_batches
 from util.evaluate.features import Features, extract_features
 from util.evaluate.knn import KnnProtocol, knn_accuracy
-from util.evaluate.loop import EvalContext, context_of_flags, evaluation_batches
 from util.evaluate.moments import moments_of_all
 from util.evaluate.results import accuracies
 from util.run.processes.distributed import Process

@@ -19,7 +19,7 @@ from util.data.datasets import AddressedDataset
 from util.data.invalid_pixels import invalid_everywhere
 from util.data.pictures import as_picture, panel
 from util.data.transforms import Size
-from util.evaluate.loop import EvalContext, evaluation_batches, share_of_rank
+from util.evaluate.context import EvalContext, evaluation_batches, share_of_rank
 from util.evaluate.results import Evaluation
 from util.pictures import table, write_lines
 from util.run.train.loop import TrainLoop

@@ -36,7 +36,7 @@ from util.data.invalid_pixels import invalid_everywhere, resize_valid
 from util.data.pictures import as_picture
 from util.data.pixel_format import GDAL_NODATA, tifffile
 from util.data.transforms import Size
-from util.evaluate.loop import EvalContext
+from util.evaluate.context import EvalContext
 from util.evaluate.predictions import Progress, Results, name_of, output_paths, prepared_batches, print_tenth
 from util.pictures import save
 

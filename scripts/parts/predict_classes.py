@@ -14,7 +14,7 @@ from util.atomic import replaced_file
 from util.data.images import EncodedImages
 from util.data.invalid_pixels import transform_valid
 from util.data.transforms import ResizeCenterCrop
-from util.evaluate.loop import EvalContext
+from util.evaluate.context import EvalContext
 from util.evaluate.predictions import Progress, Results, prepared_batches
 
 CSV = "predictions.csv"

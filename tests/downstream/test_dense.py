@@ -13,7 +13,7 @@ from tests.runs import assert_same_state, reports, reports_without_times, state
 from tests.two_processes import run_in_two_processes
 from util.evaluate.results import RESULTS
 from util.run.files.checkpoint import save_checkpoint
-from util.run.files.reports import read_json
+from util.run.files.json_files import read_json
 
 LOSSES = {"val_miou": ("decode", "aux"), "val_box_ap": ("objectness", "rpn_box", "class", "box", "mask")}
 NUM_IMAGES = {"val_miou": 6, "val_box_ap": 5}  # to evaluate on

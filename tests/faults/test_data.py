@@ -12,7 +12,7 @@ from tests.patches import StandIn
 from tests.runs import assert_same_state, finish, losses, pretrain, reports_without_times, state
 from util.data import decode, images
 from util.data.tars import LocalTars
-from util.run.files.reports import read_json
+from util.run.files.json_files import read_json
 
 
 def damage(path):

@@ -20,7 +20,7 @@ from tests.until import wait_until
 from tests.warm import Python
 from util.run.files import checkpoint, search
 from util.run.files.checkpoint import prune_checkpoints, save_checkpoint
-from util.run.files.reports import read_json, record_failure, write_state
+from util.run.files.json_files import read_json, record_failure, write_state
 from util.run.files.search import newest_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]

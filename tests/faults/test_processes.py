@@ -24,7 +24,7 @@ from tests.runs import (
 )
 from tests.until import wait_until
 from tests.warm import Python, reserve_port
-from util.run.files.reports import read_json
+from util.run.files.json_files import read_json
 
 STEPS = 20
 SAVE = ("--save_steps", 5, "--input_size", 16, "--epochs", 2)

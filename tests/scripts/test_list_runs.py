@@ -11,7 +11,7 @@ from downstream.probe import main_probe
 from scripts import list_runs
 from tests import runs
 from tests.runs import evaluation, finetune, pretrain, reports
-from util.run.files.reports import read_json
+from util.run.files.json_files import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
 

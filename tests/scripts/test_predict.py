@@ -27,7 +27,7 @@ from util.data.transforms import ResizeCenterCrop, to_tensor
 from util.evaluate.predictions import RECORD, name_of, open_unlabelled, output_paths
 from util.evaluate.predictions import RESULTS as RESULT_LINES
 from util.evaluate.results import RESULTS
-from util.run.files.reports import read_json
+from util.run.files.json_files import read_json
 
 
 def run(folder, images, out, *flags):

@@ -12,7 +12,7 @@ from frameworks.hooks import pictures
 from scripts import sample_photos, visualize
 from tests import runs
 from tests.runs import assert_same_state, refused
-from util.run.files.reports import read_reports
+from util.run.files.json_files import read_reports
 
 ROOT = Path(__file__).resolve().parents[2]
 pretrain = runs.pretrain.also("--epochs 1 --warmup_epochs 0")

@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from util import collectives
-from util.evaluate.loop import EvalContext, context_of_loop
+from util.evaluate.context import EvalContext, context_of_loop
 from util.evaluate.results import RESULTS, Evaluation, named_scores, write_results
 from util.run.files import checkpoint
+from util.run.files.json_files import read_json
 from util.run.files.record import RunInfo
-from util.run.files.reports import read_json
 from util.run.train.loop import TrainLoop
 from util.run.train.saving import CheckpointSaver
 

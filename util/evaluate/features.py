@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from util import collectives
 from util.data.datasets import AddressedDataset
-from util.evaluate.loop import EvalContext, evaluation_batches, share_of_rank
+from util.evaluate.context import EvalContext, evaluation_batches, share_of_rank
 
 Encode = Callable[[Tensor], dict[str, Tensor]]
 

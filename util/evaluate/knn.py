@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from util import collectives
+from util.evaluate.context import nothing
 from util.evaluate.features import Features
-from util.evaluate.loop import nothing
 from util.evaluate.moments import Moments
 from util.evaluate.results import accuracies
 

@@ -31,9 +31,9 @@ from util.data.images import (
 from util.data.loader import Loader
 from util.data.tars import TarImages, open_tars
 from util.data.transforms import to_tensor
-from util.evaluate.loop import EvalContext
+from util.evaluate.context import EvalContext
 from util.evaluate.results import describe_changes
-from util.run.files.reports import write_json
+from util.run.files.json_files import write_json
 from util.text import count_of, printable
 
 RECORD = "predict.json"

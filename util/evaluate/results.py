@@ -17,7 +17,7 @@ from util.code_version import code_version
 from util.collectives import print_on_rank0
 from util.pictures import save
 from util.run.cli import Parser
-from util.run.files.reports import read_json, write_json
+from util.run.files.json_files import read_json, write_json
 from util.text import count_of, shorten
 
 RESULTS = "results.json"

@@ -10,7 +10,7 @@ from tests.downstream.dense import detect
 from tests.downstream.detection.coco import write_coco
 from tests.runs import reports, state
 from util.evaluate.results import RESULTS
-from util.run.files.reports import read_json
+from util.run.files.json_files import read_json
 
 pytest.importorskip("faster_coco_eval")
 

@@ -10,7 +10,7 @@ from tests.downstream.bands import bands, replace_images
 from tests.downstream.dense import segment, segment_linear
 from tests.downstream.segmentation.pairs import write_pairs
 from tests.runs import assert_same_state, reports, state
-from util.run.files.reports import read_json
+from util.run.files.json_files import read_json
 
 SPLITS = ("training", "validation")
 

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from tests.warm import Python
-from util.run.files.reports import read_json
+from util.run.files.json_files import read_json
 
 PROGRAM = """
 import os

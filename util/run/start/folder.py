@@ -24,9 +24,9 @@ from util.data.workers import SIGNALS
 from util.run.cli import Parser
 from util.run.exits import CheckpointError, user_errors
 from util.run.files import checkpoint, search
+from util.run.files.json_files import STATE, read_json, write_state
 from util.run.files.lock import lock_folder, make_writable_folder
 from util.run.files.record import StartInfo
-from util.run.files.reports import STATE, read_json, write_state
 from util.run.processes import distributed
 from util.text import shorten
 from util.urls import redact

@@ -20,8 +20,8 @@ from util.data.open import data_settings
 from util.data.pixel_format import RGB8, declares_invalid
 from util.data.statistics import IMAGENET, Statistics, find_statistics, keep_colors, refuse_other_format, statistics_of
 from util.run.cli import Parser
+from util.run.files.json_files import record_failure
 from util.run.files.record import CheckpointInfo, DataInfo, EncoderSource, RunInfo, StartInfo
-from util.run.files.reports import record_failure
 from util.run.processes.distributed import Process, init_process
 from util.run.processes.supervise import Watchdog, collective_timeout, first_timeout
 from util.run.start.folder import (

@@ -16,8 +16,8 @@ from tqdm import tqdm
 from util import collectives
 from util.atomic import replaced_file
 from util.pictures import save
+from util.run.files.json_files import LOG, read_reports, set_aside_earlier_run, write_json
 from util.run.files.record import CheckpointInfo
-from util.run.files.reports import LOG, read_reports, set_aside_earlier_run, write_json
 from util.run.start.plan import RunSchedule
 from util.run.start.run import Run
 from util.text import count_of, printable

@@ -15,8 +15,8 @@ import torch
 
 from util.collectives import all_reduce_sum, run_on_rank0
 from util.run.files import checkpoint, search
+from util.run.files.json_files import write_state
 from util.run.files.record import CheckpointInfo
-from util.run.files.reports import write_state
 from util.run.processes.supervise import SETUP_TIMEOUT
 from util.run.train.loop import TrainLoop
 

@@ -19,7 +19,7 @@ from util.data.images import ImageError
 from util.data.loader import Loader
 from util.data.workers import kill_workers
 from util.run.exits import describe_error, is_full_gpu, refuse
-from util.run.files.reports import record_failure, write_state
+from util.run.files.json_files import record_failure, write_state
 from util.run.processes.distributed import shut_down
 from util.run.processes.supervise import Stopped
 from util.run.train.loop import TrainLoop
@@ -200,7 +200,7 @@ def end(loop: TrainLoop, all_done: bool, summary: Callable[[], Sequence[str]]) -
 
 
 def record_state(loop: TrainLoop, state: str, why: str = "", **values: object) -> None:
-    """Rank 0 writes run.json: see `util.run.files.reports.write_state`."""
+    """Rank 0 writes run.json: see `util.run.files.json_files.write_state`."""
     run = loop.run
     if run.process.is_main:
         num_steps = loop.schedule.num_steps

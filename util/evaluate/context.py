@@ -1,4 +1,4 @@
-"""The evaluation loop: its context, and the batches of images, which the ranks share."""
+"""How a process evaluates a model, and its batches of the images, which the ranks share."""
 
 import argparse
 import math

@@ -10,7 +10,7 @@ from util import collectives
 from util.data.datasets import AddressedDataset
 from util.data.open import open_images
 from util.data.transforms import Normalize, ResizeCenterCrop
-from util.evaluate.loop import EvalContext, evaluation_batches, share_of_rank
+from util.evaluate.context import EvalContext, evaluation_batches, share_of_rank
 from util.run.processes.supervise import Stopped
 
 
