@@ -55,7 +55,7 @@ def panel_grid(
         painted.append(paint_tokens(img, grid))
     columns = [pixels, np.stack(painted)]
     for panel in panels.values():
-        values = _channels_last(panel.float()) * 255
+        values = _channels_last(panel.float().nan_to_num()) * 255
         columns.append(values.round().astype(np.uint8))
     if invalid is not None:
         is_invalid = _channels_last(invalid).any(axis=-1)
