@@ -17,7 +17,7 @@ from prmim import SAMPLING, TokenCounts, TokenOrder, TokenOrderSampler, addresse
 from scripts import visualize
 from tests import runs
 from tests.orders import draw_order
-from tests.runs import reports, state
+from tests.runs import reports
 from tests.slow_mae import pixels_of
 from tests.test_framework_contract import CLASSES, build
 from tests.test_models_mae_pr import perturbed, segments
@@ -207,34 +207,6 @@ def test_a_token_counts_if_a_quarter_of_its_values_are_valid(num_valid, counts):
     assert counted.tolist() == [counts, False, False, False]
 
 
-def test_values_under_invalid_pixels_change_no_bit(tmp_path, photos):
-    """From files to the gradients: two folders whose images differ at invalid pixels alone."""
-    source = open_images("folder", photos)
-    found = []
-    for other in (False, True):
-        folder = tmp_path / str(other)
-        folder.mkdir()
-        for i in range(4):
-            array = source.load(i)[0].copy()
-            mask = clouds(seed=i, size=array.shape[:2])
-            if other:
-                array = np.where(mask, 255 - array, array)
-            band = np.where(mask, 0, 9).astype(np.uint8)
-            np.save(folder / f"{i}.npy", np.concatenate([array, band], axis=2))
-        images = open_images("folder", folder, invalid=InvalidPixels(mask_band=-1))
-        dataset = AddressedDataset(images, RandomResizedCropFlip(SIDE, 0))
-        model = build("MaskedAutoencoderViT", has_invalid=True)
-        samples = [dataset[1, i] for i in range(4)]
-        batch, _, ids_shuffle = model.collator("furthest", 0)(samples)
-        assert 0.1 < batch.isnan().float().mean() < 0.7
-        normalized = Normalize(pixels=images.pixel_format)(batch, fill=False)
-        loss = model(normalized, ids_shuffle)["pixel"]
-        loss.backward()
-        found.append([loss, ids_shuffle, *gradients(model).values()])
-    for one, another in zip(*found, strict=True):
-        assert torch.equal(one, another)
-
-
 @pytest.mark.parametrize("name", PIXEL_CLASSES)
 def test_no_value_decides_a_shape(name, imgs):
     """On the meta device, where tensors have no values, nothing can be read back."""
@@ -335,19 +307,6 @@ def scans(photos, tmp_path_factory):
 
 ALPHA = ["--mask_band", 3]
 NAN = ["--nodata", "nan"]
-
-
-def test_a_resumed_run_equals_an_undisturbed_one(scans, tmp_path, undisturbed_run):
-    flags = [*ALPHA, "--num_workers", 1, "--knn_every", 2]
-    expected = undisturbed_run(pretrain, scans / "alpha", *flags)
-    pretrain(scans / "alpha", tmp_path / "run", *flags, "--max_steps", 2)
-    resumed = pretrain(scans / "alpha", tmp_path / "run", *flags, "--num_workers", 0)
-    assert state(expected)["meta"]["settings"]["mask_band"] == 3
-    for name, value in state(expected)["model"].items():
-        assert torch.equal(value, resumed["model"][name]), name
-    losses = [report["loss"] for report in reports(expected) if "loss" in report]
-    assert len(losses) > 3
-    assert all(math.isfinite(loss) for loss in losses)
 
 
 def test_the_loss_of_a_run_is_that_of_its_model_on_images_with_nan(scans, tmp_path):

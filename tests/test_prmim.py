@@ -136,21 +136,6 @@ def test_furthest_sampling_is_algorithm_1_pick_by_pick(side, num_masked, num_ret
     assert picks.tolist() == [literal_algorithm_1(c, num_retained) for c in coords]
 
 
-@pytest.mark.parametrize("throw_ratio", [0.25, 0.5, 0.65])
-def test_furthest_sampling_favours_no_side(throw_ratio):
-    """P(retained | masked) is the same in opposite halves. If ties went by raster order, the upper half would win."""
-    counts = TokenCounts.from_ratios(196, 0.75, throw_ratio)
-    noise = addressed_noise(0, 0, np.arange(4000), 196)
-    _, retained, _ = segments(TokenOrderSampler(14, counts)(noise), counts)
-    frequencies = np.bincount(retained.ravel(), minlength=196).reshape(14, 14)
-    upper = frequencies[:7].sum()
-    lower = frequencies[7:].sum()
-    left = frequencies[:, :7].sum()
-    right = frequencies[:, 7:].sum()
-    assert upper / lower == pytest.approx(1, abs=0.015)
-    assert left / right == pytest.approx(1, abs=0.015)
-
-
 # ----------------------------------------------------------------------------------------------------------- order
 
 

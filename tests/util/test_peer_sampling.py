@@ -5,7 +5,7 @@ import pytest
 
 from prmim import SAMPLING, TokenCounts, TokenOrderSampler, addressed_noise
 from tests.orders import draw_order
-from util.peer_sampling import attention_sampling, running_cell_sampling, weighted_permutation
+from util.peer_sampling import attention_sampling, running_cell_sampling
 
 
 def shuffled_lists(side, num_masked, batch):
@@ -61,18 +61,6 @@ def test_running_cell_fills_its_rings_in_turn(side, num_masked, num_retained):
         assert row == slow_running_cell(cells, num_retained)
 
 
-def test_the_pointer_is_uniform():
-    """With 49 of 196 tokens retained of a whole 14x14 grid, the pointer's ring 3 is retained and shows the pointer."""
-    lists = shuffled_lists(14, 196, 4000)
-    picks = running_cell_sampling(lists, 49)
-    cells = np.take_along_axis(lists, picks[..., None], axis=1)
-    rows, columns = np.moveaxis(cells, -1, 0)
-    slots = 2 * (rows % 2) + columns % 2
-    assert (slots == slots[:, :1]).all()  # a lattice: one slot of every cell
-    counts = np.bincount(slots[:, 0], minlength=4)
-    assert ((counts - 1000) ** 2 / 1000).sum() < 21  # chi-squared, 3 degrees: P(> 21) is 1e-4
-
-
 @pytest.mark.parametrize("num_masked", [1, 2, 3])
 def test_running_cell_takes_lists_that_lack_bits(num_masked):
     picks = running_cell_sampling(shuffled_lists(4, num_masked, 20), num_masked)
@@ -81,15 +69,6 @@ def test_running_cell_takes_lists_that_lack_bits(num_masked):
 
 
 # ------------------------------------------------------------------------------------------------------- attention
-
-
-def test_first_draws_are_proportional_to_the_weights():
-    weights = np.array([0.0, 0.1, 0.2, 0.3, 0.4, 1.0])
-    noise = np.random.default_rng(0).random((40_000, 6))
-    first = weighted_permutation(weights[None], noise)[:, 0]
-    shares = np.bincount(first, minlength=6) / 40_000
-    assert shares == pytest.approx(weights / 2, abs=0.01)
-    assert shares[0] == 0
 
 
 def test_the_sampler_draws_the_retained_tokens_by_their_weights_independently_of_the_mask():

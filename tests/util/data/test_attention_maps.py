@@ -1,17 +1,13 @@
 """Attention maps: the weights of a view's tokens, the views of the transforms, and the file that workers read."""
 
 import math
-import pickle
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.conftest import write_photo
 from util.data.attention_maps import AttentionMaps, Squash, maps_path, write_maps
-from util.data.datasets import AddressedDataset
-from util.data.images import FolderImages
 from util.data.padded_crop import PaddedCropFlip
 from util.data.transforms import CropBox, RandomResizedCropFlip
 
@@ -139,25 +135,6 @@ def test_a_view_is_what_the_transform_shows(transform):
     assert flips == {True, False}
 
 
-def test_the_view_of_a_replaced_image_names_the_image_that_was_read(tmp_path):
-    for i in range(4):
-        write_photo(tmp_path / f"{i}.png", size=(40 + 10 * i, 50), seed=i)
-    (tmp_path / "1.png").write_bytes(b"no image")
-    transform = RandomResizedCropFlip(32, seed=3)
-    dataset = AddressedDataset(FolderImages(tmp_path), transform, replace=True)
-    assert len(dataset[(5, 1)]) == 3
-    dataset.with_boxes = True
-    img, _, address, (found, view) = dataset[(5, 1)]
-    assert address == (5, 1)
-    assert found == 2  # drawn for address 1, from image 2
-    assert view == transform.crop_box((50, 60), 5, 1)
-    pixels, _ = dataset.images.load(2)
-    second = torch.from_numpy(pixels).permute(2, 0, 1)
-    assert torch.equal(img, transform(second, 5, 1))
-    *_, (found, _) = dataset[(5, 3)]
-    assert found == 3
-
-
 def test_squash_shows_the_whole_image(tmp_path):
     img = torch.zeros(3, 40, 100, dtype=torch.uint8)
     img[:, 20:, 50:] = 255
@@ -168,24 +145,6 @@ def test_squash_shows_the_whole_image(tmp_path):
     assert small[0, 12, 24] == 255
     assert small[0, 3, 24] == 0
     assert small[0, 12, 7] == 0
-
-
-def test_maps_travel_to_workers_by_their_path(tmp_path):
-    random = np.random.default_rng(0).random((50, 14, 14))
-    path = written(tmp_path, random)
-    maps = AttentionMaps(path, 16)
-    views = list(enumerate(random_views(50)))
-    expected = maps.token_weights(views)  # opens the file
-    sent = pickle.dumps(maps)
-    assert len(sent) < 1000
-    assert np.array_equal(pickle.loads(sent).token_weights(views), expected)
-    assert not maps.maps.flags.writeable
-    assert maps.maps.dtype == np.float16
-    before = maps.maps[3].copy()
-    write_maps(path, np.zeros((50, 14, 14)))  # a new file takes the name; the open one stays
-    assert np.array_equal(maps.maps[3], before)
-    assert not AttentionMaps(path, 16).maps.any()
-    assert [file.name for file in path.parent.iterdir()] == ["epoch-0040.npy"]
 
 
 def test_maps_of_another_run_are_refused(tmp_path):

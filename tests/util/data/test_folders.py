@@ -4,7 +4,6 @@ import os
 import unicodedata
 
 import pytest
-from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS as TORCHVISION_EXTENSIONS
 from torchvision.datasets.folder import find_classes, make_dataset
 
@@ -13,7 +12,6 @@ from util.data.folders import (
     MissingSplit,
     find_files,
     find_samples,
-    list_folder,
     refuse_inside_data,
     split_of,
     split_of_tar,
@@ -108,13 +106,6 @@ def test_names_labels_and_order_are_torchvision_s(tmp_path):
     assert {*IMG_EXTENSIONS} == {*TORCHVISION_EXTENSIONS, ".npy"}
 
 
-def test_images_are_those_of_image_folder(photos):
-    ours = FolderImages(photos / "train")
-    theirs = ImageFolder(photos / "train")
-    assert ours.classes == theirs.classes
-    assert [(ours.path(i), int(ours.labels[i])) for i in range(len(ours))] == theirs.samples
-
-
 def test_hidden_entries_are_no_classes_and_no_images(tmp_path):
     root = tmp_path / ".cache"  # the root itself may be hidden
     tree(root, "cat/1.jpg", "dog/x/1.jpg", "dog/.DS_Store", "dog/._1.jpg", ".jpg")
@@ -170,17 +161,6 @@ def test_classes_are_equal_in_any_form_of_unicode(tmp_path):
     for i in range(2):
         name = val_images.path(i).split(os.sep)[-2]
         assert val_images.classes[val_images.labels[i]] == unicodedata.normalize("NFC", name)
-
-
-def test_a_listing_knows_each_kind(tmp_path):
-    tree(tmp_path, "b/", "a/", "2.jpg", "1.JPG", "x.tar", "y.tar.gz", ".h/", ".i.png", ".j", "notes.txt")
-    (tmp_path / "c").symlink_to("a")
-    (tmp_path / "d").symlink_to("1.JPG")
-    listing = list_folder(tmp_path)
-    assert listing.folders == ["a", "b", "c"]
-    assert listing.images == ["1.JPG", "2.jpg"]
-    assert listing.tars == ["x.tar"]
-    assert listing.others == ["d", "notes.txt", "y.tar.gz"]
 
 
 def test_only_folders_of_images_and_of_hugging_face_make_data_of_what_lies_in_them(tmp_path):

@@ -1,7 +1,6 @@
 """Images of Hugging Face `datasets`: the crops are those of the folder that the rows come from."""
 
 import argparse
-import hashlib
 import io
 import json
 import os
@@ -127,21 +126,6 @@ def test_rows_are_mapped(stored):
     encoded = [images.read(i) for i in range(len(images))]
     num_bytes = sum(map(len, encoded))
     assert pa.total_allocated_bytes() - held < num_bytes / 5
-
-
-# --------------------------------------------------------------------------------------------------------- fingerprint
-
-
-def test_the_fingerprint_is_that_of_names_labels_and_sizes_in_any_form(stored, photos):
-    columns = photo_columns(photos / "train")
-    names = hashlib.sha256()
-    for row in columns["image"]:
-        names.update(os.path.basename(row["path"]).encode() + b"\0")
-    names.update(np.array(columns["label"], np.int64).tobytes())
-    sizes = np.array([len(row["bytes"]) for row in columns["image"]], np.int64)
-    expected = hashlib.sha256(names.hexdigest().encode() + sizes.tobytes()).hexdigest()
-    for path in stored.values():
-        assert open_images("hf", path).fingerprint() == expected
 
 
 # ------------------------------------------------------------------------------------------ files of their own, damage

@@ -24,7 +24,7 @@ from util.data.invalid_pixels import InvalidPixels, transform_valid
 from util.data.open import open_images
 from util.data.pixel_format import PixelFormat, declares_invalid, nodata_value
 from util.data.statistics import IMAGENET, measure_statistics, statistics_of
-from util.data.transforms import Normalize, ResizeCenterCrop, resize
+from util.data.transforms import Normalize, resize
 
 pytest.importorskip("tifffile")
 
@@ -377,15 +377,3 @@ def test_rgb_with_invalid_pixels_has_imagenets_statistics(tmp_path):
     save_arrays(tmp_path, pixels(3, "uint8"))
     images = open_images("folder", tmp_path, invalid=InvalidPixels(0.0))
     assert statistics_of((None, None), [], images) == (IMAGENET, [])
-
-
-def test_a_batch_holds_nan(tmp_path):
-    invalid = np.full((*SIZE, 5), 9, np.uint8)
-    save_arrays(tmp_path, pixels(5, "uint8"), invalid)
-    images = open_images("folder", tmp_path, in_chans=5, invalid=InvalidPixels(9.0))
-    dataset = AddressedDataset(images, ResizeCenterCrop(16))
-    assert images.pixel_format.pixel_bytes == 20
-    img, *_ = dataset[0, 0]
-    assert 0 <= img.isnan().float().mean() < 0.2
-    img, *_ = dataset[0, 1]
-    assert img.isnan().all()

@@ -8,14 +8,10 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-from prmim import MaskCollator, TokenCounts, TokenOrderSampler
-from scripts import pack_dataset
 from tests.util.data.test_decode import deep_colour_png
 from util.data import pixel_format, statistics
 from util.data.attention_maps import Squash
-from util.data.datasets import AddressedDataset
 from util.data.images import FolderImages, ImageError, Reading
-from util.data.loader import Loader
 from util.data.open import open_images
 from util.data.padded_crop import PaddedCropFlip
 from util.data.pixel_format import RGB8, FormatError, PixelFormat, read_header
@@ -171,19 +167,6 @@ def test_three_bands_keep_their_depth_where_pillow_reads_nothing(tmp_path, dtype
     images = open_images("folder", save_arrays(tmp_path, pixels(3, dtype)))
     assert images.pixel_format == PixelFormat(3, dtype)
     assert_loads(images, 0, pixels(3, dtype))
-
-
-def test_a_packed_folder_is_the_folder(tmp_path):
-    for seed, name in enumerate("ab"):
-        folder = tmp_path / "data" / "train" / name
-        folder.mkdir(parents=True)
-        write_tiff(folder / "0.tif", pixels(5, "uint16", seed=seed))
-    pack_dataset.main([str(tmp_path / "data"), str(tmp_path / "packed"), "--in_chans", "5", "--workers", "1"])
-    folder = open_images("folder", tmp_path / "data", in_chans=5)
-    packed = open_images("folder", tmp_path / "packed", in_chans=5)
-    assert folder.fingerprint() == packed.fingerprint()
-    for i in range(2):
-        assert_loads(folder, i, packed.load(i)[0])
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input
@@ -359,25 +342,6 @@ def test_crops_equal_those_of_rgb_channel_by_channel(kind, channels, reference):
             assert torch.equal(crop[c], expected[0])
 
 
-@pytest.mark.parametrize("reference", [False, True])
-@pytest.mark.parametrize("kind", TRANSFORMS)
-def test_deep_pixels_are_cropped_like_those_of_8_bits(kind, reference):
-    """The same images, 257 times as large or as floats, differ from the crop of 8 bits by its rounding alone."""
-    transform = TRANSFORMS[kind](reference=reference)
-    array = pixels(5, "uint8")
-    crop = transform(tensor(array), 2, 1).double()
-    deep = transform(tensor(array.astype(np.uint16) * 257), 2, 1)
-    floats = transform(tensor(array.astype(np.float32)), 2, 1)
-    assert deep.dtype == torch.uint16
-    assert floats.dtype == torch.float32
-    deep = deep.double() / 257
-    floats = floats.double()
-    assert (deep - crop).abs().max() <= 1.6
-    assert (floats - crop).abs().max() <= 1.6
-    rounding = deep - floats.clamp(0, 255)
-    assert rounding.abs().max() <= 0.501 / 257 + 1e-4
-
-
 def bicubic(x):
     """Keys' kernel with a = -0.5."""
     x = abs(x)
@@ -458,20 +422,3 @@ def test_statistics_equal_a_loop_in_float64(tmp_path, monkeypatch, dtype, number
     assert f"measured on {len(chosen)} images" in remark
     np.testing.assert_allclose(mean, values.mean(axis=0), rtol=1e-12)
     np.testing.assert_allclose(std, values.std(axis=0), rtol=1e-9)
-
-
-@pytest.mark.parametrize("dtype", ["uint16", "float32"])
-def test_batches_of_a_worker_have_the_type_of_the_files(tmp_path, dtype):
-    arrays = [pixels(5, dtype, seed=i) for i in range(4)]
-    images = open_images("folder", save_arrays(tmp_path, *arrays), in_chans=5)
-    dataset = AddressedDataset(images, RandomResizedCropFlip(16, seed=0))
-    collator = MaskCollator(TokenOrderSampler((4, 4), TokenCounts(4, 4, 8)), seed=0)
-    addresses = [[(0, 0), (0, 1)], [(0, 2), (0, 3)]]
-    found = []
-    for num_workers in (0, 1):
-        found.append(list(Loader(dataset, addresses, collator, num_workers=num_workers, for_gpu=False)))
-    for ours, theirs in zip(*found, strict=True):
-        assert ours[0].dtype == theirs[0].dtype == getattr(torch, dtype)
-        assert ours[0].shape == (2, 5, 16, 16)
-        assert torch.equal(ours[0], theirs[0])
-        assert torch.equal(ours[2], theirs[2])
