@@ -33,15 +33,6 @@ def test_the_monitor_of_rows_without_a_class_computes_rankme_alone(tmp_path, cap
     assert note in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("names", "has_val"), [(["train"], False), (["train", "test"], True)])
-def test_the_monitor_classifies_training_images_if_there_is_no_validation_split(tmp_path, capsys, names, has_val):
-    splits = {name: dataset_of(png_columns(12)) for name in names}
-    datasets.DatasetDict(splits).save_to_disk(tmp_path / "data")
-    evaluation = watch(tmp_path / "data", tmp_path / "out")
-    assert 0 <= evaluation["knn_top1"] <= 100
-    assert (NO_VAL in capsys.readouterr().out) is not has_val
-
-
 def test_inaturalist_without_val(tmp_path, capsys):
     write_inaturalist(tmp_path / "data", "train")
     assert "knn_top1" in watch(tmp_path / "data", tmp_path / "out", "inat19")

@@ -8,7 +8,7 @@ import torch
 from downstream.common import LinearDecay, StepDecay
 from models_vit import MICRO, VisionTransformer
 from tests.downstream.bands import write_bands
-from tests.downstream.dense import detect, segment, segment_linear
+from tests.downstream.dense import detect, segment
 from tests.runs import assert_same_state, reports, reports_without_times, state
 from tests.two_processes import run_in_two_processes
 from util.evaluate.results import RESULTS
@@ -54,13 +54,6 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(dense, encoder, tmp_pa
     program(data, tmp_path, *flags, "--max_steps", 5, "--num_workers", 1)
     assert_same_state(program(data, tmp_path, *flags), state(folder))
     assert reports_without_times(tmp_path) == reports_without_times(folder)
-
-
-def test_a_resumed_linear_head_is_the_undisturbed_one(striped, encoder, tmp_path):
-    expected = segment_linear(striped, tmp_path / "whole", "--finetune", encoder)
-    segment_linear(striped, tmp_path / "parts", "--finetune", encoder, "--max_steps", 3)
-    assert_same_state(segment_linear(striped, tmp_path / "parts", "--finetune", encoder), expected)
-    assert reports_without_times(tmp_path / "parts") == reports_without_times(tmp_path / "whole")
 
 
 def test_an_evaluation_in_two_processes_is_that_of_one(dense, tmp_path):
