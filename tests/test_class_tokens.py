@@ -1,7 +1,5 @@
 """Several class tokens, learned positions, drop path and no flip: the setting of Pixio for MAE and MFF."""
 
-import json
-
 import pytest
 import timm
 import torch
@@ -16,7 +14,7 @@ from frameworks import registry
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import ViTEncoder, vit_micro_patch4
 from scripts import export
-from tests.runs import assert_same_state, finetune, pretrain, state
+from tests.runs import finetune, pretrain
 from tests.test_models_mae_pr import SIZES, assert_is_slow_mae, official_state_dict, orders, perturbed
 from util.run.exits import CheckpointError
 
@@ -112,12 +110,6 @@ def test_a_model_needs_a_class_token():
         build("--model", "mae_vit_micro_patch4", "--num_cls_tokens", 0)
 
 
-@pytest.mark.parametrize("name", ["crossmae_vit_micro_patch4", "localmim_vit_micro_patch4"])
-def test_frameworks_for_one_class_token_take_no_more(name):
-    with pytest.raises(TypeError, match="num_cls_tokens"):
-        registry.MODELS[name](num_cls_tokens=2)
-
-
 @pytest.mark.parametrize("global_pool", ["avg", "token"])
 def test_pooling_leaves_out_or_averages_the_class_tokens(global_pool):
     torch.manual_seed(0)
@@ -140,19 +132,6 @@ def trained(photos, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pixio")
     pretrain(photos, folder, *PIXIO, "--epochs", 1)
     return folder
-
-
-def test_a_run_resumes_bit_for_bit_and_records_its_flags(trained, photos, tmp_path, capsys):
-    flags = [*PIXIO, "--epochs", 1]
-    pretrain(photos, tmp_path / "parts", *flags, "--max_steps", 1)
-    assert_same_state(pretrain(photos, tmp_path / "parts", *flags), state(trained))
-    settings = json.loads((trained / "settings.json").read_text())
-    assert settings["num_cls_tokens"] == 3
-    assert settings["learned_pos_embed"] is True
-    assert settings["drop_path"] == 0.3
-    assert settings["hflip"] is False
-    message = pretrain.refused(capsys, photos, tmp_path / "parts", *flags, "--num_cls_tokens", 2)
-    assert "--num_cls_tokens was 3 and now is 2" in message
 
 
 def test_encoder_loads_into_the_probe(trained):
@@ -200,6 +179,3 @@ def test_a_classifier_that_averages_class_tokens_is_not_exported():
     model = vit_micro_patch4(num_classes=4, num_cls_tokens=3, global_pool="token")
     with pytest.raises(ValueError, match="--global_pool avg"):
         export.timm_arguments(model)
-
-
-# --------------------------------------------------------------------------------------------------------- augmentation

@@ -640,37 +640,20 @@ def test_encoder_moves_to_the_fine_tune_model(name, tmp_path):
 
 @torch.no_grad()
 @frameworks
-def test_monitored_features_are_those_of_the_encoder_that_is_fine_tuned(name, tmp_path):
-    """One pass of the encoder over all tokens, without the decoder."""
+def test_monitored_features_need_no_decoder_and_are_float32(name):
+    """Which features they are, the probe's tests say."""
     model = build(name).eval()
-    path = save_checkpoint(tmp_path, 1, {"model": model.state_dict()}, {})
-    kind = encoder_class(model)
-    options = dict(encoder_sizes(kind))
-    if kind is RelativeViTEncoder:
-        options["shared_bias"] = False
-    encoder = kind(**options).eval()
-    if isinstance(model.norm, nn.Identity):
-        encoder.norm = nn.Identity()
-    load_encoder(encoder, path)
     imgs, *_ = a_batch(model)
     called = []
     for key, module in model.named_modules():
         if re.search(r"decoder|aggregation|head|proj_layers|adap", key):
             module.register_forward_hook(lambda module, args, output, key=key: called.append(key))
-    found = monitor.encode(model, imgs)
-    assert not called
-    tokens = encoder.forward_features(imgs)
-    prefix = int(hasattr(encoder, "cls_token"))
-    expected = {"mean": tokens[:, prefix:].mean(dim=1)}
-    if prefix:
-        expected["cls"] = tokens[:, 0]
-    assert found.keys() == expected.keys()
-    for feature, value in expected.items():
-        torch.testing.assert_close(found[feature], value, rtol=1e-4, atol=1e-5)
-        assert value.std(dim=0).max() > 0
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for value in monitor.encode(model, imgs).values():
-            assert value.dtype == torch.float32
+        found = monitor.encode(model, imgs)
+    assert not called
+    for value in found.values():
+        assert value.dtype == torch.float32
+        assert value.std(dim=0).max() > 0
 
 
 IN_TWO_PROCESSES = [(name, "as it is") for name in CLASSES]

@@ -15,7 +15,6 @@ from models_vit import (
     patchify,
     unpatchify,
     vit_base_patch16,
-    vit_huge_patch14,
     vit_micro_patch4,
 )
 from tests.test_models_mae_pr import perturbed
@@ -123,21 +122,6 @@ def test_drop_path_grows_linearly_from_0():
     assert rates == pytest.approx([0, 0.1, 0.2, 0.3])
 
 
-def test_published_sizes():
-    with torch.device("meta"):
-        base = vit_base_patch16(num_classes=1000)
-        theirs = timm.create_model("vit_base_patch16_224", global_pool="avg")
-        huge = vit_huge_patch14()
-    ours, of_timm = [
-        {name: parameter.shape for name, parameter in model.named_parameters()} for model in (base, theirs)
-    ]
-    assert ours == of_timm
-    assert base.blocks[0].attn.num_heads == theirs.blocks[0].attn.num_heads
-    assert huge.embed_dim == 1280
-    assert len(huge.blocks) == 32
-    assert huge.num_tokens == 256
-
-
 def test_unknown_pooling_is_refused():
     with pytest.raises(ValueError, match="unknown global_pool 'max', choose from avg, token"):
         VisionTransformer(**SIZES, global_pool="max")
@@ -176,17 +160,6 @@ def test_layer_scales_and_decays_are_mae_s(global_pool):
             layer = 13
         decay = 0.0 if is_token or parameter.ndim == 1 else 0.05
         assert found[name] == (pytest.approx(0.65 ** (13 - layer)), decay), name
-
-
-def test_the_class_token_may_learn_like_the_head():
-    """As in TEC, the class token has the scale 1.0, and positions and patch embedding have the smallest scale."""
-    model = VisionTransformer(**SIZES, cls_token_layer_decay=False)
-    found = scale_and_decay(model, 0.5)
-    assert found["cls_token"] == (1.0, 0.0)
-    assert found["head.weight"] == (1.0, 0.05)
-    assert found["blocks.0.mlp.fc1.weight"] == (0.5**2, 0.05)
-    assert found["patch_embed.proj.weight"] == (0.5**3, 0.05)
-    assert found["pos_embed"] == (0.5**3, 0.0)
 
 
 @pytest.mark.parametrize("trainable_blocks", [0, 1, 3, 4])

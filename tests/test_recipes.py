@@ -190,32 +190,6 @@ def test_multiply_adds_are_the_published_ones(recipe, difference, published):
     assert counted + difference / 1e9 == pytest.approx(published, rel=2e-3)
 
 
-@pytest.mark.parametrize(("size", "width"), [("base", 128), ("large", 192)])
-def test_multiply_adds_of_greenmim_by_hand(size, width):
-    settings = settings_of(f"greenmim_swin_{size}_100ep")
-    model = meta_model(settings)
-    capacities = dict(zip(model.grouper.stages, model.grouper.capacities, strict=True))
-    count = 768 * 48 * width
-    for stage_number, depth in enumerate((2, 2, 18, 2)):
-        side = 8 >> stage_number  # of the part of a stage's grid that 32 x 32 pixels have
-        dim = width << stage_number
-        num_tokens = 12 * side**2
-        stage = model.layers[stage_number]
-        for block in range(depth):
-            shift = stage.shifts[-1] if block % 2 else 0
-            num_groups = capacities.get((side, stage.window, shift), 1)
-            group_size = num_tokens
-            if (side, stage.window, shift) in capacities:
-                group_size = stage.window**2
-            count += 12 * num_tokens * dim**2
-            count += 2 * num_groups * group_size**2 * dim
-        if stage_number < 3:
-            count += 2 * num_tokens * dim**2  # 4 dim to 2 dim, for a quarter of the tokens
-    decoder = 12 * 49 * 512**2 + 2 * 49**2 * 512
-    count += 12 * 8 * width * 512 + decoder + 37 * 512 * 3072
-    assert forward_gmac(settings)[0] == pytest.approx(count / 1e9, rel=1e-9)
-
-
 # ---------------------------------------------------------------------------------------------------------------- use
 
 

@@ -9,8 +9,6 @@ from encoders.load import load_encoder
 from encoders.models_swin import (
     SwinEncoder,
     SwinTransformer,
-    swin_base_patch4_window7,
-    swin_large_patch4_window14,
 )
 from tests.test_models_mae_pr import perturbed
 from tests.test_models_vit import scale_and_decay
@@ -59,15 +57,6 @@ def test_equals_timm_on_the_same_weights(changes):
     assert all("index" in key or "attn_mask" in key for key in fit.missing_keys)
     imgs = torch.randn(2, 3, *ours.img_size, dtype=torch.float64)
     assert_close(ours(imgs), theirs(imgs), rtol=1e-8, atol=1e-8)
-
-
-def test_published_sizes():
-    with torch.device("meta"):
-        base = swin_base_patch4_window7()
-        large = swin_large_patch4_window14()
-    assert sum(p.numel() for p in base.parameters()) == 87_768_224
-    assert sum(p.numel() for p in large.parameters()) == 196_794_556
-    assert [stage.blocks[1].shift for stage in large.layers] == [7, 7, 0, 0]
 
 
 @pytest.mark.parametrize(

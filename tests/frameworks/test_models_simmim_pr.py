@@ -13,13 +13,11 @@ from torch.testing import assert_close
 from encoders.load import load_encoder
 from encoders.models_relative_vit import (
     RelativeVisionTransformer,
-    relative_position_index,
 )
 from frameworks import registry
 from frameworks.models_simmim_pr import (
     SimMIMSwin,
     SimMIMViT,
-    simmim_vit_base_patch16,
 )
 from frameworks.views import views_of
 from prmim import TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
@@ -128,21 +126,6 @@ def test_loss_and_predictions_against_the_slow_derivation(throw_ratio, progressi
     options = dict(throw_ratio=throw_ratio, progressive=progressive, img_size=img_size)
     model = perturbed(SimMIMViT(**SIZES | options, mask_ratio=0.7, kernel_size=3))
     assert_is_slow_simmim(model, orders(model, 2))
-
-
-@pytest.mark.parametrize("grid", [(3, 4), (1, 1), (2, 2)])
-def test_index_of_the_bias_table(grid):
-    index = relative_position_index(grid)
-    tokens = ["cls", *range(grid[0] * grid[1])]
-    for i, query in enumerate(tokens):
-        assert index[i].tolist() == [table_row(query, key, *grid) for key in tokens]
-
-
-def test_counts_of_vit_b():
-    """30 of 49 units are masked, which are 120 of 196 tokens. The thrown tokens are a share of all tokens."""
-    with torch.device("meta"):
-        model = simmim_vit_base_patch16(mask_ratio=0.6, throw_ratio=0.3, depth=1)
-    assert model.counts == TokenCounts(76, 62, 58)
 
 
 def test_initialisation_is_simmim_s():

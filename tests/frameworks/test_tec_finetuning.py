@@ -125,14 +125,6 @@ def test_official_loading_of_published_weights_says_what_is_folded_and_what_is_u
         model.load_official(weights)
 
 
-def test_a_run_on_published_weights_resumes_and_evaluates(labelled, tmp_path):
-    """The MLP begins as a constant map to the published token, and trains."""
-    released = published(tec_vit_micro_patch4(), tmp_path / "tec.pth")
-    weights = finetune_with_a_stop(labelled, tmp_path, *MICRO, *AS_RELEASED, "--finetune", tmp_path / "tec.pth")
-    assert weights["cls_token_mlp.fc2.weight"].any()
-    assert_close(weights["cls_token_mlp.fc2.bias"], released["cls_token"].flatten(), rtol=0, atol=0.1)
-
-
 def test_pre_training_goes_on_from_any_token(labelled, tmp_path):
     """From TEC's own published encoder, with a stop, and from an encoder of MAE: features are those of the file."""
     teacher = tmp_path / "teacher.pth"

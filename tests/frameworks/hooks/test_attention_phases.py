@@ -100,12 +100,6 @@ def maps_of(model, folder, num_workers=0):
     return compute_maps(model, dataset, a_loop(), batch_size=3, num_workers=num_workers)
 
 
-def test_a_model_of_constant_attention_gives_zeros(uneven):
-    maps = maps_of(Constant(), uneven)
-    assert maps.shape == (7, 8, 8)
-    assert not maps.any()
-
-
 def test_attention_that_is_not_finite_is_an_error(uneven):
     model = Constant()
     model.cls_attention = lambda imgs: torch.full((len(imgs), 3, 64), torch.nan)
@@ -291,20 +285,6 @@ def test_missing_maps_are_made_again_and_said(photos, tmp_path, capsys):
     assert "epoch-0001.npy' is missing, so maps are made with the weights of step 8" in out
     assert out.count("is missing") == 1
     assert maps_path(tmp_path / "out", 1).exists()
-
-
-def test_a_crash_while_maps_are_written_costs_only_them(photos, whole, tmp_path, capsys, monkeypatch):
-    exact = attention_phases.write_maps
-
-    def full_disk(path, maps):
-        if path.name == "epoch-0001.npy":
-            raise OSError(28, "No space left on device", str(path))
-        exact(path, maps)
-
-    monkeypatch.setattr(attention_phases, "write_maps", full_disk)
-    assert "No space left" in pretrain.refused(capsys, photos, tmp_path / "parts", *FLAGS, code=75)
-    monkeypatch.setattr(attention_phases, "write_maps", exact)
-    assert_same_state(pretrain(photos, tmp_path / "parts", *FLAGS), state(whole))
 
 
 def test_a_signal_while_maps_are_made_loses_nothing(photos, whole, tmp_path, monkeypatch):
