@@ -16,7 +16,6 @@ from torch.testing import assert_close
 from engine_finetune import BatchAugmentation, evaluate
 from models_vit import VisionTransformer
 from tests.loops import a_driver, forbidden_waits
-from tests.two_processes import run_in_two_processes
 from util.data.transforms import Normalize
 from util.evaluate.context import EvalContext
 from util.run.train import wrap
@@ -214,20 +213,6 @@ def test_top_1_top_5_and_loss_by_hand():
     assert result["loss"] == pytest.approx(total / 4)
 
 
-@pytest.mark.parametrize("classes", [2, 5, 6])
-def test_top_5_of_five_classes_says_nothing_and_is_left_out(classes):
-    result = score(torch.ones(3, classes).tolist(), [0, 1, 0])
-    assert ("top5" in result) == (classes > 5)
-
-
-def test_columns_restrict_the_choice():
-    """Among the columns 1, 3, 5 the best of the images are 5, 1, 1, 3, which are ranks 2, 0, 0, 1."""
-    result = score(TABLE, [2, 0, 1, 1], columns=[1, 3, 5])
-    assert result["top1"] == 75.0
-    assert result["top1_unrestricted"] == 25.0
-    assert "top1_unrestricted" not in score(TABLE, [0, 1, 2, 3])
-
-
 def test_a_wrong_count_is_an_error():
     with pytest.raises(RuntimeError, match="3 images were evaluated instead of 4"):
         score(TABLE, [0, 1, 2, 3], indices=slice(3))
@@ -263,18 +248,3 @@ def test_evaluation_compiles_nothing(monkeypatch):
     imgs, _ = a_batch()
     model.train()(Normalize()(imgs))
     assert counters["stats"]["unique_graphs"] > 0
-
-
-def _score_share(rank, num_processes):
-    torch.manual_seed(0)
-    table = torch.randn(7, CLASSES)
-    labels = [0, 1, 2, 3, 4, 5, 0]
-    return score(table.tolist(), labels, indices=slice(rank, None, num_processes))
-
-
-def test_two_processes_count_each_image_once():
-    """Seven images on two processes: none is padded, none is left out."""
-    first, second = run_in_two_processes(_score_share, 2)
-    assert first == second
-    assert first["num_images"] == 7
-    assert first == pytest.approx(_score_share(0, 1))

@@ -15,7 +15,6 @@ from util.data.transforms import Normalize
 from util.run.processes import distributed, supervise
 from util.run.processes.distributed import Process
 from util.run.train import meter as meter_module
-from util.run.train import step_reports
 from util.run.train.meter import Meter
 
 CPU = torch.device("cpu")
@@ -148,24 +147,6 @@ def test_reports_are_means_of_all_steps_since_the_last():
     assert last["epoch"] == 4
 
 
-@pytest.mark.parametrize(("share", "said"), [(0.5, 1), (0.05, 0)])
-def test_waiting_for_data_is_said_once_and_not_of_the_first_report(share, said, monkeypatch):
-    monkeypatch.setattr(meter_module.Clock, "lap", lambda self, images: {"seconds_per_step": 1.0, "images_per_s": 8.0})
-    shares = {"data": share, "host": 0.1}
-
-    def longest_share(self, name, seconds):
-        return {f"{name}_share": shares[name], f"{name}_rank": 0}
-
-    monkeypatch.setattr(step_reports.StepReports, "_longest_share", longest_share)
-    engine = a_loop()
-    engine.loop.reports.data_hint = "buy a disk"
-    engine.steps(range(2), stream(2))
-    assert engine.loop.log.lines == []
-    engine.steps(range(2, 8), stream(6))
-    assert len(engine.loop.log.lines) == said
-    assert all("buy a disk" in line for line in engine.loop.log.lines)
-
-
 def test_a_gpu_copies_a_batch_beside_the_step_before_and_computes_only_then(monkeypatch):
     """By the order in which the two streams of a GPU get their work; there need be none."""
     events = []
@@ -293,15 +274,6 @@ def test_many_skips_in_all_do_not_wear_the_guard_out(name):
         assert state["step"] == 150
 
 
-def test_losing_every_step_ends_the_run_with_good_weights(monkeypatch):
-    monkeypatch.setattr(step_reports, "MAX_BAD_STEPS", 4)
-    engine = a_loop()
-    spoil(engine, range(4, 20))
-    with pytest.raises(FloatingPointError, match="last 4 steps before step 8, .* lower the learning rate"):
-        engine.steps(range(20), stream(20))
-    assert engine.weights().isfinite().all()
-
-
 @pytest.mark.parametrize(
     ("name", "steps", "what", "ends"),
     [
@@ -342,17 +314,6 @@ def a_meter(*losses):
     for loss in losses:
         meter.add(step_of(a=loss, grad_norm=3.0))
     return meter
-
-
-def test_meter_survives_a_checkpoint():
-    meter = a_meter(1.0, 2.0)
-    meter.since_report.zero_()
-    meter.add(step_of(a=6.0, grad_norm=3.0))
-    other = Meter(CPU)
-    other.load_state_dict(meter.state_dict())
-    for sums, mean in ((other.since_report, 6.0), (other.since_epoch, 3.0)):
-        assert other.means(sums) == {"a": mean, "grad_norm": 3.0}
-        assert other.num_skipped(sums) == 0
 
 
 def test_a_run_that_is_resumed_with_other_values_averages_each_over_its_own_steps():

@@ -50,18 +50,6 @@ def results_in(folder):
     return json.loads((folder / "results.json").read_text())
 
 
-def test_a_run_from_a_pretrained_encoder(labelled, pretrained, tmp_path):
-    content = finetune(labelled, tmp_path, "--finetune", pretrained)
-    assert content["meta"]["classes"] == ["cat", "dog"]
-    assert content["meta"]["settings"]["nb_classes"] == 2
-    first, last = evaluations(tmp_path)
-    assert (first["step"], last["step"]) == (3, 6)
-    assert first["val_num_images"] == last["val_num_images"] == 7
-    results = results_in(tmp_path)
-    assert results["last"] == last
-    assert results["best"] == max([first, last], key=lambda report: report["val_top1"])
-
-
 @pytest.mark.parametrize(("which", "name"), [("last", ""), ("best", "checkpoint-best.pth")])
 def test_a_checkpoint_alone_evaluates_to_what_was_logged(labelled, undisturbed_run, which, name):
     folder = undisturbed_run(finetune, labelled)
@@ -69,23 +57,6 @@ def test_a_checkpoint_alone_evaluates_to_what_was_logged(labelled, undisturbed_r
     result = evaluate(labelled, folder / name)
     assert result["top1"] == expected["val_top1"]
     assert result["loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("framework", "model"),
-    [
-        ("mff", "vit_micro_patch4"),
-        ("simmim", "relative_vit_micro_patch4"),
-    ],
-)
-def test_other_frameworks_encoders(labelled, tmp_path, framework, model):
-    """From pre-training to an evaluated classifier, with the framework's own schedule and clipping."""
-    pretrain(labelled, tmp_path / "pre", "--model", f"{framework}_vit_micro_patch4", "--max_steps", 1)
-    flags = ("--lr_schedule", framework, "--warmup_lr", 1e-6, "--clip_grad", 5, "--model", model)
-    content = finetune(labelled, tmp_path / "out", "--finetune", tmp_path / "pre", *flags)
-    assert ("blocks.3.attn.relative_position_bias_table" in content["model"]) == (framework == "simmim")
-    found = evaluate(labelled, tmp_path / "out")
-    assert found["top1"] == results_in(tmp_path / "out")["last"]["val_top1"]
 
 
 def test_learning_happens(tmp_path):

@@ -8,12 +8,10 @@ import torch
 
 import main_finetune
 from downstream.probe import main_probe
-from downstream.probe.models import open_encoder
 from encoders.load import load_blocks
 from frameworks import registry
-from scripts.export import export
 from tests import runs
-from tests.runs import PLAIN, contents, evaluate, evaluation, refused, reports, state
+from tests.runs import PLAIN, contents, evaluate, evaluation, refused, state
 from tests.util.data.test_pixel_format import pixels, write_tiff
 from util.data.open import open_images
 from util.data.pixel_format import PixelFormat
@@ -58,7 +56,7 @@ def encoder(bands, tmp_path_factory):
     """The folder of a pre-training on `bands` that has been stopped and resumed."""
     folder = tmp_path_factory.mktemp("encoder")
     flags = ["--in_chans", 5, "--knn_every", 2]
-    pretrain(bands, folder, *flags, "--max_steps", 3)
+    pretrain(bands, folder, *flags, "--max_steps", 3, "--num_workers", 1)
     pretrain(bands, folder, *flags)
     return folder
 
@@ -89,52 +87,6 @@ def test_pre_training_measures_five_bands_once(bands, encoder, dtype):
 
 
 PROBE = ["--steps", "2", "--total_batch_size", "4", "--num_workers", "0", "--device", "cpu", "--probes", "knn"]
-
-
-def test_a_probe_sees_the_images_that_the_run_has_seen(bands, encoder, tmp_path):
-    words = [encoder, *PROBE, "linear", "--data_path", bands, "--output_dir", tmp_path]
-    main_probe.main([str(word) for word in words])
-    content = json.loads((tmp_path / "probe.json").read_text())
-    top1 = {}
-    for row in content["results"]:
-        if "k" in row and row["k"] <= 20:  # in rising order; the bank may be smaller
-            top1[row["scaling"], row["feature"]] = row["top1"]
-    *_, last = [report for report in reports(encoder) if "rankme" in report]
-    assert last["knn_top1"] == top1["z", "mean"]
-    assert last["knn_cls_raw_top1"] == top1["raw", "cls"]
-
-
-def test_fine_tuning_on_five_bands(bands, encoder, classifier):
-    assert pixels_of(classifier) == pixels_of(encoder)
-    assert state(classifier)["meta"]["settings"]["input_size"] == 32  # not [32, 32]
-    results = json.loads((classifier / "results.json").read_text())
-    expected = results["last"]["val_loss"]
-    found = evaluate(bands, classifier)
-    assert found["loss"] == pytest.approx(expected, rel=1e-5)
-    other_mean = evaluate(bands, classifier, "--mean", 0, 0, 0, 0, 0)
-    assert other_mean["loss"] != pytest.approx(expected, rel=1e-4)
-
-
-def test_an_exported_classifier_is_evaluated_as_the_run_is(bands, classifier, tmp_path):
-    expected = evaluate(bands, classifier)["loss"]
-    export(classifier, tmp_path / "folder")
-    content = state(classifier)
-    torch.save({"model": content["model"]}, tmp_path / "bare.pth")
-    settings = content["meta"]["settings"]
-    given = ["--mean", *settings["mean"], "--std", *settings["std"]]
-    for name, flags in (("folder", []), ("bare.pth", given)):
-        found = evaluate(bands, tmp_path / name, *flags)
-        assert found["loss"] == pytest.approx(expected, rel=1e-6)
-
-
-def test_exported_encoders_have_the_pixels_of_the_run(bands, encoder, tmp_path):
-    imgs = torch.rand(2, 5, 32, 32)
-    expected = open_encoder(encoder)
-    for name in ("folder", "e.pth"):
-        export(encoder, tmp_path / name)
-        found = open_encoder(tmp_path / name)
-        assert found.pixel_settings == expected.pixel_settings
-        assert torch.equal(found(imgs)[4].patches, expected(imgs)[4].patches)
 
 
 def test_other_images_and_models_are_refused(bands, encoder, classifier, dtype, photos, labelled, tmp_path, capsys):
@@ -183,21 +135,6 @@ def test_another_framework_takes_the_encoder(rgb_encoder, name):
     for key, value in contents(rgb_encoder)["model"].items():
         if key.startswith(("blocks.", "patch_embed.", "cls_token", "pos_embed")):
             assert torch.equal(ours[key], value), key
-
-
-def test_a_resumed_pre_training_does_not_read_its_first_weights_again(photos, rgb_encoder, tmp_path):
-    first = tmp_path / "first.pth"
-    first.write_bytes(rgb_encoder.read_bytes())
-    flags = ["--pretrained", first, *FREEZE]
-    begun = pretrain(photos, tmp_path / "run", *flags)
-    assert begun["meta"]["encoder"]["path"] == str(first)
-    theirs = contents(rgb_encoder)["model"]
-    for name, value in begun["model"].items():
-        assert torch.equal(value, theirs[name]), name
-    first.unlink()
-    resumed = pretrain(photos, tmp_path / "run", *flags, "--max_steps", 2)
-    assert resumed["meta"]["step"] == 2
-    assert resumed["meta"]["encoder"] == begun["meta"]["encoder"]
 
 
 def test_a_pre_training_goes_on_with_its_own_first_weights_only(photos, rgb_encoder, other_encoder, tmp_path, capsys):

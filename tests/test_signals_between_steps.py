@@ -78,14 +78,6 @@ def test_a_signal_in_work_between_steps(name, data_of, tmp_path, monkeypatch):
         assert results(folder) == results(tmp_path / "undisturbed")
 
 
-def test_a_signal_just_before_an_evaluation_leaves_it_to_the_next_start(labelled, tmp_path, monkeypatch):
-    step, program = CASES["fine-tuning"]
-    signal_at_question(monkeypatch, step, 1)
-    monkeypatch.setattr(Evaluator, "perform", None)  # it would fail
-    assert program.module.main(program.command(labelled, tmp_path, "--save_steps", 0)) is False
-    assert [step_of(path) for path in list_finished(tmp_path)] == [step]
-
-
 @pytest.mark.parametrize(("seconds", "saved"), [(3600, []), (-1, [3])])
 def test_before_an_evaluation_long_training_is_saved(labelled, tmp_path, monkeypatch, seconds, saved):
     """So a kill inside it costs a minute at most. A test that waited for a minute would be a slow one."""

@@ -53,12 +53,10 @@ def fail():
 HANGS = {"hang": 10_000, "slow-compile": 15}  # seconds in a forward pass
 AT_STEP = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "exit": lambda: os._exit(1),
     "raise": fail,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "signal": lambda: os.kill(os.getpid(), signal.SIGUSR1),
     "kill-worker": kill_a_worker,
-    "lose-data": lambda: os.rename(os.environ["FAULTY_DATA"], os.environ["FAULTY_DATA"] + ".away"),
 }
 # Places in a save: (function of `os`, its call in a save that does not come back).
 IN_SAVE = {

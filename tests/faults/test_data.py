@@ -114,18 +114,6 @@ def test_no_step_is_lost_if_the_data_is_gone(
     assert_same_state(pretrain(data, tmp_path / "out", *flags), expected)
 
 
-def test_two_processes_lose_the_data(photos, tmp_path, monkeypatch):
-    data = tmp_path / "data"
-    shutil.copytree(photos, data)
-    monkeypatch.setenv("FAULTY_DATA", str(data))
-    finish(data, tmp_path / "whole", "--print_freq", 20)
-    out = finish(data, tmp_path / "out", "--print_freq", 20, fault=("lose-data", 4, 1, tmp_path / "mark"), code=1)
-    assert "cannot be opened any more; the same command goes on from the newest checkpoint" in out
-    data.with_name("data.away").rename(data)
-    assert "checkpoint-6.pth at step 6" in finish(data, tmp_path / "out", "--print_freq", 20)
-    assert_same_state(state(tmp_path / "out"), state(tmp_path / "whole"))
-
-
 @pytest.mark.parametrize(
     ("rank", "number", "flags", "step"),
     [

@@ -8,7 +8,7 @@ import torch
 from downstream.probe import main_probe
 from scripts import export, visualize
 from tests.runs import assert_same_state, finetune, pretrain, refused
-from util.run.files import checkpoint, search
+from util.run.files import search
 from util.run.files.search import newest_checkpoint
 
 
@@ -107,12 +107,3 @@ def test_no_run_begins_with_ruined_weights(labelled, spoilt, tmp_path, capsys, w
     ):
         assert "not finite" in message
         assert said in message
-
-
-def test_a_full_disk_from_the_start(photos, tmp_path, capsys, monkeypatch):
-    def save_checkpoint(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "save_checkpoint", save_checkpoint)
-    message = pretrain.refused(capsys, photos, tmp_path, "--max_steps", 3, code=75)
-    assert message.endswith("from the newest checkpoint, if there is one\n")

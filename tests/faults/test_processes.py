@@ -118,12 +118,6 @@ def test_torchrun_does_not_repeat_a_final_error(photos, tmp_path):
     assert out.count("error: ") <= 2, out
 
 
-@pytest.mark.long
-def test_both_processes_exit(photos, tmp_path, undisturbed):
-    finish(photos, tmp_path / "out", *SAVE, fault=("exit", 16, "all", tmp_path / "mark"), restarts=3)
-    assert_as(undisturbed, tmp_path / "out")
-
-
 def test_a_process_that_hangs(photos, tmp_path, undisturbed):
     options = dict(fault=("hang", 12, 1, tmp_path / "mark"), restarts=3)
     out = finish(photos, tmp_path / "out", *SAVE, "--dist_timeout", 10, **options)
@@ -231,19 +225,6 @@ def test_a_signal_to_everyone(photos, tmp_path, undisturbed, name):
     finish(photos, tmp_path, *SAVE)
     assert_as(undisturbed, tmp_path)
     assert lost_in(tmp_path) == [0]
-
-
-@pytest.mark.long
-def test_two_signals(photos, tmp_path, undisturbed):
-    process = start(photos, tmp_path / "out", *SAVE, fault=HOLD)
-    wait_for_step(tmp_path / "out", 5, process)
-    for trainer in 2 * children_of(process.pid):
-        with suppress(ProcessLookupError):  # the first ones have stopped the run already
-            os.kill(trainer, signal.SIGTERM)
-    process.communicate(timeout=240)
-    finish(photos, tmp_path / "out", *SAVE)
-    assert_as(undisturbed, tmp_path / "out")
-    assert lost_in(tmp_path / "out") == [0]
 
 
 @pytest.mark.parametrize("fault", ["", "repeats", *(pytest.param(name, marks=pytest.mark.long) for name in IN_SAVE)])

@@ -15,7 +15,6 @@ from PIL import Image
 from scripts import pack_dataset
 from tests import runs
 from tests.conftest import write_photo
-from tests.runs import assert_same_state, pretrain
 from util.data import tars
 from util.data.images import FolderImages, ImageError
 from util.data.open import open_images
@@ -150,18 +149,6 @@ def test_images_without_classes(photos, tmp_path):
         open_images("folder", tmp_path / "packed", labelled=True)
 
 
-def test_re_encoding_keeps_sizes(photos, tmp_path, capsys):
-    pack(photos, tmp_path / "packed", "--quality", "90")
-    folder = FolderImages(photos / "train")
-    ours = open_images("folder", tmp_path / "packed")
-    for i in range(len(folder)):
-        img = folder.load(i)[0].astype(float)
-        other = ours.load(i)[0].astype(float)
-        assert img.shape == other.shape
-        assert 0 < np.abs(img - other).mean() < 6
-    assert "shard-000000.tar" in refused(capsys, photos, tmp_path / "packed")
-
-
 def test_larger_images_are_made_smaller(tmp_path, capsys):
     sizes = {"a": (90, 40), "b": (61, 100), "c": (30, 500), "d": (30, 20)}  # width, height
     (tmp_path / "photos").mkdir()
@@ -180,13 +167,6 @@ def test_larger_images_are_made_smaller(tmp_path, capsys):
     problem = refused(capsys, tmp_path / "photos", tmp_path / "packed", "--quality", "90", "--shorter_side", 20)
     assert "shard-000000.tar" in problem
     assert "--shorter_side" in refused(capsys, tmp_path / "photos", tmp_path / "new", "--shorter_side", 20)
-
-
-def test_training_on_packed_data_is_training_on_the_folder(photos, packed, tmp_path):
-    """And it resumes in mid-epoch, with other workers."""
-    expected = pretrain(photos, tmp_path / "folder")
-    pretrain(packed.parent, tmp_path / "run", "--max_steps", 4)
-    assert_same_state(pretrain(packed.parent, tmp_path / "run", "--num_workers", 1), expected)
 
 
 @pytest.mark.parametrize(

@@ -380,16 +380,6 @@ def test_weights_of_windows_are_those_of_the_evaluation(scenes, tmp_path):
     assert (maps["equal"] != maps["gaussian"]).any()
 
 
-def test_a_line_is_printed_after_each_tenth(scenes, in_parts, tmp_path, capsys):
-    """Of the images, and of the parts of a large one. A terminal has a bar instead."""
-    folder, _ = scenes
-    write_array(tmp_path / "scene.tif", bands(9, size=(20, 216)))  # 21 rows of windows
-    capsys.readouterr()
-    run(folder, tmp_path / "scene.tif", tmp_path / "out", "--keep_size")
-    lines = [line for line in capsys.readouterr().out.splitlines() if " of 21 rows" in line]
-    assert len(lines) == (10 if in_parts else 0)
-
-
 def write_turned(path, array):
     pytest.importorskip("tifffile").imwrite(
         path, array, photometric="minisblack", planarconfig="contig", extratags=[(274, "H", 1, 6, True)]

@@ -112,16 +112,6 @@ def old_folder(tmp_path):
     return folder
 
 
-def test_files_of_an_existing_folder_stay(tmp_path, old_folder):
-    with filled_folder(old_folder) as temporary:
-        (temporary / "a").write_text("newer")
-        (temporary / "b").write_text("newer")
-        assert (old_folder / "a").read_text() == "older"
-    contents = {path.name: path.read_text() for path in old_folder.iterdir()}
-    assert contents == {"a": "newer", "b": "newer", "mine": "older"}
-    assert os.listdir(tmp_path) == ["old"]
-
-
 def test_an_interrupted_filling_changes_nothing(tmp_path, old_folder):
     with pytest.raises(KeyboardInterrupt), filled_folder(old_folder) as temporary:
         (temporary / "a").write_text("never")

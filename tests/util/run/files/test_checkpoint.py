@@ -1,6 +1,5 @@
 import hashlib
 import json
-import os
 import re
 from pathlib import Path
 
@@ -20,14 +19,6 @@ from util.run.files.search import find_checkpoint_file, list_checkpoints, list_f
 
 def save(folder, step, value=0.0, **meta):
     return save_checkpoint(folder, step, {"model": {"w": torch.full((100,), value)}}, meta)
-
-
-def test_round_trip_without_pickled_classes(tmp_path):
-    path = save(tmp_path, 7, 3.5, settings={"epochs": 5, "crop": [0.2, 1.0]})
-    content = torch.load(path, weights_only=True)
-    assert json.loads(content["meta"])["settings"] == {"epochs": 5, "crop": [0.2, 1.0]}
-    assert read_checkpoint(path).info.settings == {"epochs": 5, "crop": [0.2, 1.0]}
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-7.json", "checkpoint-7.pth"]  # no temporary file is left
 
 
 def test_the_hash_is_that_of_the_file_which_is_not_read_for_it(tmp_path, monkeypatch):

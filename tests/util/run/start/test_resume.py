@@ -2,15 +2,13 @@ import json
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 import main_pretrain
 from tests.runs import assert_same_state, info_of_run, pretrain, reports_without_times
 from util.flag import Flag
 from util.run.exits import CheckpointError
 from util.run.files.checkpoint import save_checkpoint
-from util.run.files.record import StartInfo
-from util.run.start.resume import find_changes, find_notes, read_resumed, restore
+from util.run.start.resume import find_changes, read_resumed
 
 SETTINGS = {
     "lr": 1.0,
@@ -51,38 +49,6 @@ def test_changes_of_results_are_found(changes, said):
     found = find_changes(BEFORE, other(**changes), CHANGES)
     for text, expected in zip(found, said, strict=True):
         assert text.startswith(expected)
-
-
-@pytest.mark.parametrize(
-    ("chosen", "said"),
-    [
-        ([], []),
-        (["target"], ["--target is unknown to the checkpoint and now is x"]),
-    ],
-)
-def test_a_flag_that_is_newer_than_the_checkpoint_is_a_change_if_it_is_chosen(chosen, said):
-    assert find_changes(BEFORE, other({"target": "x"}), CHANGES, chosen) == said
-    assert find_changes(BEFORE, other({"print_freq": 3}), {"print_freq": "nothing"}, ["print_freq"]) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({}, []),
-        ({"settings": {"num_workers": 5}}, []),
-        (
-            {"settings": {"batch_size": 4, "accum_iter": 2}},
-            ["accum_iter was 1 and now is 2", "batch_size was 8 and now is 4"],
-        ),
-        ({"world_size": 2}, ["world_size was 1 and now is 2"]),
-        ({"settings": {"compile": True}}, ["results agree to rounding"]),
-        ({"origin": StartInfo("files 2", "main_pretrain.py")}, ["files 1 then, files 2 now"]),
-    ],
-)
-def test_allowed_differences_give_notes(changes, said):
-    notes = find_notes(BEFORE, other(**changes), CHANGES)
-    for text, expected in zip(notes, said, strict=True):
-        assert expected in text
 
 
 def test_a_recipe_that_gains_a_flag_does_not_change_a_run_silently(photos, tmp_path, capsys, monkeypatch):
@@ -187,32 +153,3 @@ def test_paths_and_workers_may_differ_between_the_processes_of_a_start():
         "num_workers",
         "teacher",
     }
-
-
-def model_and_optimizer():
-    model = torch.nn.Linear(100, 30)
-    return model, torch.optim.AdamW(model.parameters(), fused=True)
-
-
-def make_a_step(model, optimizer):
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-
-
-def test_a_restored_run_goes_on_as_the_one_that_was_saved(tmp_path):
-    model, optimizer = model_and_optimizer()
-    make_a_step(model, optimizer)
-    state = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "scaler": {"scale": 4.0},
-        "meter": {},
-    }
-    path = save_checkpoint(tmp_path, 1, state, info_of_run().to_json())
-    make_a_step(model, optimizer)
-    ours, our_optimizer = model_and_optimizer()
-    assert restore(path, False, ours, our_optimizer) == {"scaler": {"scale": 4.0}, "meter": {}}
-    make_a_step(ours, our_optimizer)
-    assert_close(ours.state_dict(), model.state_dict(), rtol=0, atol=0)
-    assert_close(our_optimizer.state_dict(), optimizer.state_dict(), rtol=0, atol=0)

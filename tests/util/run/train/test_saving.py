@@ -193,15 +193,6 @@ def test_saves_by_time(tmp_path, monkeypatch):
     assert saved[19] == [20]
 
 
-def test_a_save_is_due_where_a_checkpoint_is_kept_and_at_the_end(tmp_path):
-    saver = a_saver(tmp_path, keep_every=30)
-    due = []
-    for saver.loop.step in range(1, 101):
-        if not saver.is_done():
-            due.append(saver.loop.step)
-    assert due == [30, 60, 90, 100]
-
-
 def test_a_write_that_fails_is_a_warning_at_the_next_report(tmp_path, monkeypatch):
     saver = a_saver(tmp_path, step=1, save_minutes=1)
     saver.save(final=True)
