@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -24,7 +23,6 @@ from util.data.images import (
     EncodedImages,
     ImageError,
     ImageFiles,
-    MissingImage,
     Reading,
     find_storage_error,
 )
@@ -144,47 +142,40 @@ def print_tenth(before: int, now: int, total: int, unit: str) -> None:
         print(f"{now} of {total} {unit}", flush=True)
 
 
-class PreparedImages(torch.utils.data.Dataset):
-    """`dataset[(epoch, i)]` returns (i, `prepare` of image i [C, H, W] as stored), or (i, ImageError)."""
-
-    def __init__(self, images: EncodedImages, prepare: Callable[[Tensor], Any]) -> None:
-        self.images = images
-        self.prepare = prepare
-
-    def __getitem__(self, address: Address) -> tuple[int, Any]:
-        _, i = address
-        try:
-            pixels, _ = self.images.load(i)
-        except MissingImage as error:
-            storage_error = find_storage_error(self.images)
-            if storage_error is not None:
-                raise storage_error from error
-            return i, error
-        except ImageError as error:
-            return i, error
-        return i, self.prepare(to_tensor(pixels))
-
-
-class Prepared(NamedTuple):
-    """The readable images of a batch, and what is wrong with the others."""
+class PreparedBatch(NamedTuple):
+    """The readable images of a batch, and what is wrong with the others. views: stacked, if there are any."""
 
     indices: list[int]
-    views: Any  # stacked, if there are any
+    views: Any
     problems: list[str]
 
 
-def collate_readable(samples: Sequence[tuple[int, Any]], stack: Callable[[list[Any]], Any]) -> Prepared:
-    """Makes a batch, in the worker, of what `PreparedImages` returns."""
-    indices: list[int] = []
-    views: list[Any] = []
-    problems: list[str] = []
-    for i, view in samples:
-        if isinstance(view, ImageError):
-            problems.append(str(view))
-        else:
-            indices.append(i)
-            views.append(view)
-    return Prepared(indices, stack(views) if views else None, problems)
+class PreparedImages(torch.utils.data.Dataset):
+    """Makes batches: `stack` of what `prepare` returns for images [C, H, W] as stored."""
+
+    def __init__(
+        self, images: EncodedImages, prepare: Callable[[Tensor], Any], stack: Callable[[list[Any]], Any]
+    ) -> None:
+        self.images = images
+        self.prepare = prepare
+        self.stack = stack
+
+    def __getitems__(self, addresses: Sequence[Address]) -> PreparedBatch:
+        batch = PreparedBatch([], [], [])
+        for _, i in addresses:
+            try:
+                pixels, _ = self.images.load(i)
+            except ImageError as error:
+                storage_error = find_storage_error(self.images)
+                if storage_error is not None:
+                    raise storage_error from error
+                batch.problems.append(str(error))
+                continue
+            batch.indices.append(i)
+            batch.views.append(self.prepare(to_tensor(pixels)))
+        if batch.views:
+            batch = batch._replace(views=self.stack(batch.views))
+        return batch
 
 
 def prepared_batches(
@@ -204,9 +195,9 @@ def prepared_batches(
     for first in range(0, len(indices), context.batch_size):
         addresses.append([(0, i) for i in indices[first : first + context.batch_size]])
     loaded = Loader(
-        PreparedImages(images, prepare),
+        PreparedImages(images, prepare, stack),
         addresses,
-        partial(collate_readable, stack=stack),
+        lambda batch: batch,
         num_workers=context.num_workers,
         for_gpu=context.device.type == "cuda",
         batch_bytes=batch_bytes,
