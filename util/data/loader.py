@@ -91,10 +91,13 @@ class Loader:
         collectives.wait_for_threads()
         try:
             stream = iter(self.source)
-        except (OSError, RuntimeError) as error:  # no process, thread, file or semaphore is left
+        except (OSError, RuntimeError) as error:
             for worker in set(multiprocessing.active_children()) - others:  # they ignore TERM
                 worker.kill()
-            raise LoaderError(f"a DataLoader worker cannot start ({error}); give fewer --num_workers") from error
+            raise LoaderError(
+                f"a DataLoader worker cannot start ({error}): it needs a process, open files and semaphores in "
+                "/dev/shm; give fewer --num_workers, or free these"
+            ) from error
         kill_at_exit(set(multiprocessing.active_children()) - others)
         return stream
 
