@@ -112,17 +112,39 @@ def test_the_workers_of_a_model_on_a_gpu_leave_the_cores_to_its_trainer(for_gpu,
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
-def test_an_error_of_the_gpu_that_the_pinning_thread_meets_is_no_lost_worker():
-    def broken():
-        yield "batch"
-        raise RuntimeError("Caught AcceleratorError in pin memory thread for device 0.\nCUDA error: uncorrectable ECC")
+PINNING = """
+import torch
+from tests.util.data.test_loader import Blank, Loader, nest, stack
 
-    batches = Loader(Blank(), [[0, 1]] * 3, stack, num_workers=1, for_gpu=False)
-    batches.stream = broken()
-    assert next(batches) == "batch"
-    with pytest.raises(RuntimeError, match="uncorrectable ECC") as error:
-        next(batches)
-    assert not isinstance(error.value, LoaderError)
+pinned = []
+is_broken = False
+
+def pin(tensor):
+    if is_broken:
+        raise RuntimeError("CUDA error: uncorrectable ECC")
+    pinned.append(tensor.clone())
+    return pinned[-1]
+
+torch.Tensor.pin_memory = pin
+torch.accelerator.is_available = lambda: True
+torch.accelerator.current_device_index = lambda: 0
+torch.accelerator.set_device_index = lambda _: None
+for number, ((_, first), (_, second)) in enumerate(Loader(Blank(), [[0, 1]] * 9, nest, num_workers=1, for_gpu=True)):
+    assert first.sample is pinned[2 * number] and second.sample is pinned[2 * number + 1]
+    assert first.sample.equal(torch.zeros(500_000, dtype=torch.uint8)) and first.name == "name"
+print(len(pinned))
+is_broken = True
+try:
+    next(Loader(Blank(), [[0, 1]] * 3, stack, num_workers=1, for_gpu=True))
+except RuntimeError as error:
+    print(type(error).__name__, "uncorrectable ECC" in str(error))
+"""
+
+
+def test_batches_for_a_gpu_are_pinned_by_torch_whose_errors_are_no_lost_worker():
+    """In torch's thread, as far as it goes without a GPU."""
+    child = subprocess.run([sys.executable, "-c", PINNING], capture_output=True, text=True, timeout=240)
+    assert child.stdout == "18\nRuntimeError True\n", child.stderr
 
 
 def test_batches_need_no_space_in_dev_shm():
