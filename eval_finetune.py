@@ -1,12 +1,12 @@
 """`main_finetune.py --eval`: evaluates the classifier at --resume on its own data, or on a published test set."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from encoders.trained import Trained, load, note_on_view
+from encoders.trained import Trained, note_on_view
 from engine_finetune import evaluate_images
 from util import collectives
 from util.collectives import print_on_rank0
@@ -17,40 +17,40 @@ from util.data.statistics import normalizer
 from util.data.transforms import ResizeCenterCrop
 from util.evaluate import robustness
 from util.evaluate.context import context_of_flags
-from util.evaluate.results import Evaluation, accuracy_text, finish_evaluation, folder_of_eval
-from util.run.cli import Parser
+from util.evaluate.results import Evaluation, accuracy_text, finish_evaluation
 from util.run.files import search
 from util.run.files.record import INVALID_SETTINGS, CheckpointInfo, without_marks
 from util.run.processes.distributed import Process, precision
-from util.run.start.folder import join_processes, own_folder
 from util.run.start.plan import check_same
 from util.text import count_of
 
 MODEL_FLAGS = ("model", "input_size", "patch_size", "in_chans", "nb_classes", "global_pool")
 
 
-def evaluate_at_resume(parser: Parser, args: argparse.Namespace) -> dict[str, float]:
-    """Evaluates the classifier at --resume on --eval_split, or on --eval_set. Returns the scores."""
-    folder = folder_of_eval(parser, args, "this program, of MAE or of timm")
-    with join_processes(parser, args) as process, own_folder(folder, parser.prog) as output_dir:
-        classifier = load(args.resume, "classification")
-        settings = settings_of_eval(args, set(parser.given), classifier)
-        print_on_rank0(*note_on_view(settings, args.resume))
-        if args.eval_set is not None:
-            return evaluate_set(args, classifier, settings, process, output_dir)
+def evaluate_classifier(
+    args: argparse.Namespace, given: Set[str], classifier: Trained, process: Process, output_dir: Path | None
+) -> dict[str, float]:
+    """Evaluates the classifier at --resume on --eval_split, or on --eval_set. Returns the scores.
 
-        images = open_split(args, settings, classifier.weights.info)
-        score = make_score(args, classifier, settings, images.pixel_format, process)
-        scores = score(images)
-        print_on_rank0(*images.notes)
-        where = f"{count_of(len(images), 'image')} in {images.root}"
-        line = f"{accuracy_text(scores, digits=3)}, loss {scores['loss']:.4f} on {where}"
-        result = Evaluation(scores, details={"data": str(images.root)})
-        finish_evaluation(result, line, output_dir, args.resume, classifier.weights.info.step)
-        return scores
+    given: names of explicit flags.
+    """
+    settings = settings_of_eval(args, given, classifier)
+    print_on_rank0(*note_on_view(settings, args.resume))
+    if args.eval_set is not None:
+        return evaluate_set(args, classifier, settings, process, output_dir)
+
+    images = open_split(args, settings, classifier.weights.info)
+    score = make_score(args, classifier, settings, images.pixel_format, process)
+    scores = score(images)
+    print_on_rank0(*images.notes)
+    where = f"{count_of(len(images), 'image')} in {images.root}"
+    line = f"{accuracy_text(scores, digits=3)}, loss {scores['loss']:.4f} on {where}"
+    result = Evaluation(scores, details={"data": str(images.root)})
+    finish_evaluation(result, line, output_dir, args.resume, classifier.weights.info.step)
+    return scores
 
 
-def settings_of_eval(args: argparse.Namespace, given: set[str], classifier: Trained) -> dict[str, Any]:
+def settings_of_eval(args: argparse.Namespace, given: Set[str], classifier: Trained) -> dict[str, Any]:
     """Returns the classifier's settings, with the values of flags in place of its own.
 
     given: flags that were set explicitly. ValueError if one of them contradicts the model or has no effect.
@@ -61,7 +61,7 @@ def settings_of_eval(args: argparse.Namespace, given: set[str], classifier: Trai
             settings[name] = getattr(args, name)
     if args.all_valid:
         settings = without_marks(settings)
-    for name in given.intersection(INVALID_SETTINGS):
+    for name in given & set(INVALID_SETTINGS):
         settings[name] = getattr(args, name)
     unused = set()
     if args.eval_set is not None:
@@ -72,7 +72,7 @@ def settings_of_eval(args: argparse.Namespace, given: set[str], classifier: Trai
     unused_and_given = sorted(unused & given)
     if unused_and_given:
         raise ValueError(f"--{unused_and_given[0]} has no effect, because of --eval_set {args.eval_set}: leave it out")
-    check_same(args, settings, given.intersection(MODEL_FLAGS), f"the classifier at {args.resume!r}")
+    check_same(args, settings, given & set(MODEL_FLAGS), f"the classifier at {args.resume!r}")
     return settings
 
 

@@ -46,9 +46,9 @@ from util.flag import Flag
 from util.run.cli import Parser
 from util.run.exits import run_program
 from util.run.files.record import without_marks
-from util.run.processes.distributed import PRECISIONS, Process, precision
+from util.run.processes.distributed import PRECISIONS, Process, join_processes, precision
 from util.run.start.flags import all_valid_flag
-from util.run.start.folder import join_processes, own_folder
+from util.run.start.folder import own_folder
 from util.run.start.resume import find_encoder
 from util.text import count_of
 

@@ -32,10 +32,10 @@ from util.flag import Flag
 from util.run.cli import Parser
 from util.run.exits import run_program
 from util.run.files import record
-from util.run.processes.distributed import PRECISIONS, precision
+from util.run.processes.distributed import PRECISIONS, join_processes, precision
 from util.run.start import plan as plan_module
 from util.run.start.flags import DATA_FLAGS, all_valid_flag, eval_split_flag
-from util.run.start.folder import join_processes, own_folder
+from util.run.start.folder import own_folder
 from util.tables import markdown_table
 
 PROGRAM = "main_probe.py"

@@ -52,8 +52,8 @@ from util.evaluate.results import folder_of_eval
 from util.flag import Flag
 from util.run.cli import Parser
 from util.run.exits import run_program
-from util.run.processes.distributed import Process
-from util.run.start.folder import join_processes, own_folder
+from util.run.processes.distributed import Process, join_processes
+from util.run.start.folder import own_folder
 from util.run.start.plan import Plan
 from util.run.start.run import Run
 from util.run.train.bad_images import BadImages

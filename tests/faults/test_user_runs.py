@@ -18,6 +18,7 @@ from tests.warm import Python
 from util.run import exits
 from util.run.files.search import list_checkpoints, newest_checkpoint, read_sidecar, step_of
 from util.run.processes import distributed
+from util.run.start import run
 
 ROOT = Path(__file__).resolve().parents[2]
 MICRO = ("--model", "mae_vit_micro_patch4", "--picture_every", 0)
@@ -129,7 +130,7 @@ def _no_data(rank, photos, folder):
 
 def _error_of(argv):
     rank = dist.get_rank()
-    distributed.init_process = lambda *_: distributed.Process(torch.device("cpu"), rank, 2, 2)  # of this child
+    run.init_process = lambda *_, **__: distributed.Process(torch.device("cpu"), rank, 2, 2)  # of this child
     messages = []
 
     def refuse(parser, error, *_):

@@ -14,7 +14,8 @@ import sys
 from util.evaluate.results import ResultsFile
 from util.flag import Flag
 from util.run.cli import Parser
-from util.run.start.folder import join_processes, own_folder
+from util.run.processes.distributed import join_processes
+from util.run.start.folder import own_folder
 from pathlib import Path
 
 parser = Parser("program.py", "", Flag("device", str, "cpu"))

@@ -29,7 +29,7 @@ def test_a_bug_in_training_is_no_error_of_the_user(photos, tmp_path, before_step
         raise ValueError("a bug")
 
     before_step(1, fail)
-    with pytest.raises(RuntimeError, match="a bug"):
+    with pytest.raises(ValueError, match="a bug"):
         pretrain(photos, tmp_path / "out")
 
 

@@ -1,12 +1,13 @@
 """The processes of a run, their device, and the precision they compute in."""
 
+import argparse
 import os
 import re
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -16,6 +17,9 @@ import torch
 import torch.distributed as dist
 
 from util import collectives
+from util.code_version import source_hash
+from util.run.cli import Parser
+from util.run.exits import user_errors
 from util.run.processes.supervise import Watchdog, print_error
 from util.text import count_of
 
@@ -247,6 +251,47 @@ def shut_down(after_error: bool = False) -> None:
     collectives.wait_for_threads()
     if dist.is_initialized() and not (after_error and dist.get_backend() == "nccl"):
         dist.destroy_process_group()
+
+
+@contextmanager
+def exit_on_errors(parser: Parser) -> Iterator[None]:
+    """Errors of the user inside end the program with one paragraph and an exit code. It leaves its process group."""
+    try:
+        with user_errors(parser):
+            yield
+    except SystemExit:
+        shut_down(after_error=True)
+        raise
+
+
+@contextmanager
+def join_processes(
+    parser: Parser, args: argparse.Namespace, check: Callable[[argparse.Namespace], None] | None = None
+) -> Iterator[Process]:
+    """Joins the process group of a program that does not train, in which errors of the user end it.
+
+    ValueError on all ranks if they were started with other flags, code or torch. check: refuses flags of the program
+    before its folder is touched.
+    """
+    with exit_on_errors(parser):
+        # The other ranks wait while rank 0 counts up to four million files.
+        process = init_process(args.device, timeout_minutes=240)
+        refuse_different_starts(parser, args)
+        if check is not None:
+            check(args)
+        yield process
+    shut_down()
+
+
+def refuse_different_starts(parser: Parser, args: argparse.Namespace) -> None:
+    """ValueError on all ranks if code, torch or flags differ between them, apart from flags of a process."""
+    compared = {}
+    for name, value in vars(args).items():
+        if name not in parser.flags or not parser.flags[name].per_process:
+            compared[f"--{name}"] = value
+    compared["code"] = source_hash()
+    compared["torch"] = torch.__version__
+    collectives.refuse_differences(compared, "flags and code")
 
 
 class Precision(NamedTuple):

@@ -1,4 +1,4 @@
-"""The output folder of a run, and the start of a run in it: its lock, and the checkpoint to resume from."""
+"""The output folder of a program: its lock, how it is seen by all processes, its space."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -18,51 +18,17 @@ from typing import Any
 import torch
 
 from util import collectives
-from util.code_version import code_version, source_hash
+from util.code_version import code_version
 from util.data.folders import refuse_inside_data
 from util.data.workers import SIGNALS
-from util.run.cli import Parser
-from util.run.exits import CheckpointError, user_errors
-from util.run.files import checkpoint, search
 from util.run.files.json_files import STATE, read_json, write_state
 from util.run.files.lock import lock_folder, make_writable_folder
 from util.run.files.record import StartInfo
-from util.run.processes import distributed
 from util.text import shorten
 from util.urls import redact
 
 # Files that a killed process was about to rename.
 LEFTOVERS = (".*.tmp-*", "attention/.*.tmp-*", ".shared-*")
-
-
-@contextmanager
-def exit_on_errors(parser: Parser) -> Iterator[None]:
-    """Errors of the user inside end the program with one paragraph and an exit code. It leaves its process group."""
-    try:
-        with user_errors(parser):
-            yield
-    except SystemExit:
-        distributed.shut_down(after_error=True)
-        raise
-
-
-@contextmanager
-def join_processes(
-    parser: Parser, args: argparse.Namespace, check: Callable[[argparse.Namespace], None] | None = None
-) -> Iterator[distributed.Process]:
-    """Joins the process group of a program that does not train, in which errors of the user end it.
-
-    ValueError on all ranks if they were started with other flags, code or torch. check: refuses flags of the program
-    before its folder is touched.
-    """
-    with exit_on_errors(parser):
-        # The other ranks wait while rank 0 counts up to four million files.
-        process = distributed.init_process(args.device, timeout_minutes=240)
-        refuse_different_starts(parser, args)
-        if check is not None:
-            check(args)
-        yield process
-    distributed.shut_down()
 
 
 @contextmanager
@@ -119,44 +85,8 @@ def reported_state(folder: Path, program: str) -> Iterator[None]:
     write_state(folder, "finished")
 
 
-def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, list[str]]:
-    """Returns the checkpoint to resume from, or None for a new run, and remarks for the log.
-
-    A folder with checkpoints resumes from its newest good one, whatever `resume` says, so that the same command can be
-    started again at any time. `resume` says where a run starts whose folder is empty: the path of a checkpoint, the
-    folder of a run (its newest good checkpoint), or "auto" or "none" for a run from scratch. Raises CheckpointError if
-    the folder holds finished checkpoints but no good one.
-    """
-    path, skipped = search.newest_checkpoint(output_dir)
-    remarks = [f"skipped a checkpoint, {reason}" for reason in skipped]
-    named = None if resume in ("auto", "none") else Path(resume).resolve()
-    if path is not None:
-        info = checkpoint.read_info(path)
-        began_at = None if info.run is None else info.run.origin.started_from
-        known = [path.resolve(), Path(output_dir).resolve()]
-        if began_at:
-            known += [Path(began_at).resolve(), Path(began_at).resolve().parent]
-        if resume != "auto" and named not in known:
-            remarks.append(
-                f"warning: --resume {resume} is not used, because {str(output_dir)!r} holds a run, which is resumed; "
-                f"to start anew or from another checkpoint, choose another --output_dir"
-            )
-        return path, remarks
-    if search.list_finished(output_dir):
-        raise CheckpointError(
-            f"no checkpoint in {str(output_dir)!r} is intact ({'; '.join(skipped)}); remove them to start over"
-        )
-    if named in (None, Path(output_dir).resolve()):
-        if skipped:
-            remarks.append("warning: the run starts from step 0")
-        return None, remarks
-    path = search.find_checkpoint_file(resume)
-    checkpoint.refuse_damage(path)
-    return path, remarks
-
-
-def enter_folder(args: argparse.Namespace, stack: ExitStack) -> tuple[Path, Path | None, list[str]]:
-    """Locks the output folder and finds the checkpoint to resume from. Returns (folder, checkpoint, remarks).
+def enter_folder(args: argparse.Namespace, stack: ExitStack) -> tuple[Path, list[str]]:
+    """Locks the output folder of a run. Returns (folder, notes for the log).
 
     stack: frees the folder when it is closed. ValueError if the folder lies inside the data, is not writable, is in use
     by another run, or is not the same for all processes. With --check_data nothing that lies in the folder is changed.
@@ -169,22 +99,20 @@ def enter_folder(args: argparse.Namespace, stack: ExitStack) -> tuple[Path, Path
 
     output_dir = collectives.run_everywhere(check_folder)
 
-    def lock_and_look() -> tuple[Path | None, list[str]]:
+    def lock_and_clear() -> list[str]:
         file, notes = lock_folder(output_dir)
         stack.enter_context(file)
         if not args.check_data:
             for pattern in LEFTOVERS:
                 for leftover in output_dir.glob(pattern):
                     leftover.unlink()
-        path, remarks = find_checkpoint(output_dir, args.resume)
-        return path, notes + remarks
+        return notes
 
-    # Rank 0 chooses, so that all ranks resume from the same file.
-    resume_path, remarks = collectives.run_on_rank0(lock_and_look)
+    notes = collectives.run_on_rank0(lock_and_clear)
     _, world_size = collectives.rank_and_world_size()
     if world_size > 1:
         refuse_separate_folders(output_dir)
-    return output_dir, resume_path, remarks
+    return output_dir, notes
 
 
 def describe_start(program: str, argv: Sequence[str] | None) -> StartInfo:
@@ -214,17 +142,6 @@ def refuse_separate_folders(output_dir: Path) -> None:
         problem = f"--output_dir {str(output_dir)!r} is not the same folder for all processes"
         reason = f"a file of rank 0 on {views[0][0]} does not appear for {shorten(blind)}"
         raise ValueError(f"{problem}: {reason}; choose a folder on storage that all nodes share")
-
-
-def refuse_different_starts(parser: Parser, args: argparse.Namespace) -> None:
-    """ValueError on all ranks if code, torch or flags differ between them, apart from flags of a process."""
-    compared = {}
-    for name, value in vars(args).items():
-        if name not in parser.flags or not parser.flags[name].per_process:
-            compared[f"--{name}"] = value
-    compared["code"] = source_hash()
-    compared["torch"] = torch.__version__
-    collectives.refuse_differences(compared, "flags and code")
 
 
 def checkpoint_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:

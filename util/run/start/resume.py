@@ -1,4 +1,4 @@
-"""Resuming: refuses what would change the results of a run, and restores its state.
+"""Resuming: finds the checkpoint, refuses what would change the results of a run, and restores its state.
 
 Each flag says at its definition what it changes. One that changes results may not differ between two starts of a run,
 unless --allow_changes is given. If others affect rounding or random draws, a note says so.
@@ -25,6 +25,42 @@ Changes = Mapping[str, Change]  # what each flag changes, by name
 SCHEDULE_FLAGS = frozenset(
     ("epochs", "warmup_epochs", "decay_epochs", "lr_schedule", "lr_steps", "lr", "blr", "min_lr", "warmup_lr")
 )
+
+
+def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, list[str]]:
+    """Returns the checkpoint to resume from, or None for a new run, and remarks for the log.
+
+    A folder with checkpoints resumes from its newest good one, whatever `resume` says, so that the same command can be
+    started again at any time. `resume` says where a run starts whose folder is empty: the path of a checkpoint, the
+    folder of a run (its newest good checkpoint), or "auto" or "none" for a run from scratch. Raises CheckpointError if
+    the folder holds finished checkpoints but no good one.
+    """
+    path, skipped = search.newest_checkpoint(output_dir)
+    remarks = [f"skipped a checkpoint, {reason}" for reason in skipped]
+    named = None if resume in ("auto", "none") else Path(resume).resolve()
+    if path is not None:
+        info = checkpoint.read_info(path)
+        began_at = None if info.run is None else info.run.origin.started_from
+        known = [path.resolve(), Path(output_dir).resolve()]
+        if began_at:
+            known += [Path(began_at).resolve(), Path(began_at).resolve().parent]
+        if resume != "auto" and named not in known:
+            remarks.append(
+                f"warning: --resume {resume} is not used, because {str(output_dir)!r} holds a run, which is resumed; "
+                f"to start anew or from another checkpoint, choose another --output_dir"
+            )
+        return path, remarks
+    if search.list_finished(output_dir):
+        raise CheckpointError(
+            f"no checkpoint in {str(output_dir)!r} is intact ({'; '.join(skipped)}); remove them to start over"
+        )
+    if named in (None, Path(output_dir).resolve()):
+        if skipped:
+            remarks.append("warning: the run starts from step 0")
+        return None, remarks
+    path = search.find_checkpoint_file(resume)
+    checkpoint.refuse_damage(path)
+    return path, remarks
 
 
 def read_resumed(path: Path | None, program: str, total_batch_size: int) -> CheckpointInfo | None:

@@ -22,19 +22,18 @@ from util.data.statistics import IMAGENET, Statistics, find_statistics, keep_col
 from util.run.cli import Parser
 from util.run.files.json_files import record_failure
 from util.run.files.record import CheckpointInfo, DataInfo, EncoderSource, RunInfo, StartInfo
-from util.run.processes.distributed import Process, init_process
+from util.run.processes.distributed import Process, exit_on_errors, init_process, refuse_different_starts
 from util.run.processes.supervise import Watchdog, collective_timeout, first_timeout
 from util.run.start.folder import (
     check_space,
     checkpoint_bytes,
     describe_start,
     enter_folder,
-    exit_on_errors,
-    refuse_different_starts,
 )
 from util.run.start.plan import Plan, RunSchedule, make_plan
 from util.run.start.resume import (
     find_changes,
+    find_checkpoint,
     find_first_weights,
     find_notes,
     read_resumed,
@@ -98,7 +97,9 @@ class Run:
                 watchdog.set_up("output folder")
                 plan = make_plan(args, process, default_batch_size, fitting_batch)
                 check(args, plan)
-                output_dir, resume_path, notes = enter_folder(args, stack)
+                output_dir, notes = enter_folder(args, stack)
+                # Rank 0 chooses, so that all ranks resume from the same file.
+                resume_path, remarks = collectives.run_on_rank0(lambda: find_checkpoint(output_dir, args.resume))
                 origin = describe_start(program, argv)
                 resumed = read_resumed(resume_path, program, plan.total_batch_size)
                 encoder, encoder_notes = find_first_weights(getattr(args, encoder_flag), encoder_flag, resumed)
@@ -116,7 +117,7 @@ class Run:
                 resumed=resumed,
                 encoder_flag=encoder_flag,
                 encoder=encoder,
-                notes=[*notes, *encoder_notes],
+                notes=[*notes, *remarks, *encoder_notes],
             )
 
     def set_up(self) -> AbstractContextManager[None]:

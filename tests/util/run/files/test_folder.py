@@ -14,7 +14,7 @@ from util.run.exits import CheckpointError
 from util.run.files import checkpoint, lock, search
 from util.run.files.checkpoint import prune_checkpoints, read_checkpoint, save_checkpoint
 from util.run.files.lock import FolderInUse, is_held, lock_folder
-from util.run.start.folder import find_checkpoint
+from util.run.start.resume import find_checkpoint
 
 
 def save(folder, step, value=0.0):
