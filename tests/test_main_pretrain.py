@@ -454,6 +454,15 @@ def test_a_run_on_the_gpu(photos, tmp_path, precision):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.gpu
+def test_batches_of_workers_reach_the_gpu_by_pinned_memory_as_those_of_none_and_the_run_resumes(photos, tmp_path):
+    flags = ("--device", "cuda", "--precision", "bf16", "--epochs", 10, "--batch_size", 4, "--picture_every", 0)
+    expected = pretrain(photos, tmp_path / "none", *flags, "--num_workers", 0)
+    pretrain(photos, tmp_path / "parts", *flags, "--num_workers", 2, "--max_steps", 25)
+    assert_same_state(pretrain(photos, tmp_path / "parts", *flags, "--num_workers", 3), expected)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "none")
+
+
 @pytest.mark.parametrize(
     ("flags", "need"),
     [
@@ -482,7 +491,7 @@ def test_a_step_that_cannot_be_captured_is_refused(flags, need):
 @pytest.mark.gpu
 def test_a_captured_run_hears_a_signal_resumes_and_gives_the_bits_of_a_plain_one(photos, tmp_path, before_step):
     flags = ("--device", "cuda", "--precision", "bf16", "--epochs", 7, "--accum_iter", 2, "--batch_size", 4)
-    flags = (*flags, "--drop_path", 0.1, "--no-compile", "--picture_every", 0)
+    flags = (*flags, "--drop_path", 0.1, "--picture_every", 0)
     expected = pretrain(photos, tmp_path / "plain", *flags)
     before_step(10, lambda: os.kill(os.getpid(), signal.SIGTERM))
     command = pretrain.command(photos, tmp_path / "out", *flags, "--cuda_graph")
