@@ -215,8 +215,8 @@ def test_top_1_top_5_and_loss_by_hand():
 
 def test_columns_restrict_the_choice():
     """Among the columns 1, 3, 5 the best of the images are 5, 1, 1, 3, which are ranks 2, 0, 0, 1."""
-    result = score(TABLE, [2, 0, 1, 1], columns=[1, 3, 5])
-    assert result["top1"] == 75.0
+    result = score(TABLE, [2, 1, 1, 1], columns=[1, 3, 5])
+    assert result["top1"] == 50.0
     assert result["top1_unrestricted"] == 25.0
     assert "top1_unrestricted" not in score(TABLE, [0, 1, 2, 3])
 

@@ -147,47 +147,6 @@ def test_reports_are_means_of_all_steps_since_the_last():
     assert last["epoch"] == 4
 
 
-def test_a_gpu_copies_a_batch_beside_the_step_before_and_computes_only_then(monkeypatch):
-    """By the order in which the two streams of a GPU get their work; there need be none."""
-    events = []
-
-    class Stream:
-        def __init__(self, device=None):
-            self.name = "copying"
-
-        def wait_stream(self, other):
-            events.append(f"{self.name} waits for {other.name}")
-
-        def __enter__(self):
-            events.append(f"{self.name} is current")
-
-        def __exit__(self, *_):
-            events.append("computing is current")
-
-    class Batch:
-        def to(self, device, non_blocking):
-            assert non_blocking
-            events.append("copy")
-            return self
-
-        def record_stream(self, stream):
-            events.append(f"memory is kept for {stream.name}")
-
-    computing = Stream()
-    computing.name = "computing"
-    monkeypatch.replace_in(distributed, "torch.cuda.Stream", Stream)
-    monkeypatch.replace_in(distributed, "torch.cuda.current_stream", lambda device: computing)
-    monkeypatch.replace_in(distributed, "torch.cuda.stream", lambda stream: stream)
-    distributed.DeviceCopies(torch.device("cuda", 0)).copy(Batch())
-    assert events == [
-        "copying is current",
-        "copy",
-        "computing is current",
-        "computing waits for copying",
-        "memory is kept for computing",
-    ]
-
-
 @pytest.mark.gpu
 def test_batches_that_are_copied_on_a_stream_of_their_own_are_whole():
     """While the GPU computes; memory is reused from copy to copy."""

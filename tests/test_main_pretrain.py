@@ -36,14 +36,6 @@ ROOT = Path(__file__).resolve().parents[1]
 GREENMIM = ("--model", "greenmim_swin_micro_patch4_window4", "--input_size", 64)
 
 
-@pytest.mark.parametrize(("epochs", "is_noted"), [(229, True), (230, False)])
-def test_a_run_of_few_steps_is_noted(photos, tmp_path, capsys, epochs, is_noted):
-    pretrain(photos, tmp_path, "--epochs", epochs, "--max_steps", 1)
-    notes = [line for line in capsys.readouterr().out.splitlines() if "(--epochs)" in line]
-    assert len(notes) == is_noted
-    assert all("687 steps" in note for note in notes)
-
-
 @pytest.mark.parametrize(
     ("model", "spared", "decayed"),
     [

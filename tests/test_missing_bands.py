@@ -5,25 +5,19 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from torch.testing import assert_close
 
 from downstream.probe import main_probe
 from downstream.probe.models import open_encoder
-from encoders.trained import load
 from scripts import pack_dataset, visualize
 from scripts.export import export
 from tests import runs
 from tests.runs import evaluate, refused, reports, state
 from tests.util.data.test_invalid_pixels import clouds
 from tests.util.data.test_pixel_format import assert_loads, pixels, write_tiff
-from util.data.datasets import AddressedDataset
 from util.data.invalid_pixels import InvalidPixels
 from util.data.open import open_images
-from util.data.pixel_format import PixelFormat
-from util.data.statistics import measure_statistics, normalizer
-from util.data.transforms import ResizeCenterCrop
+from util.data.statistics import measure_statistics
 
 pretrain = runs.pretrain
 BANDS = (0, 1, 2, 3, 4, 5, 6, 8, 11, 12)
@@ -124,25 +118,6 @@ def test_a_probe_reads_the_marks_of_the_run(satellite, encoder, tmp_path):
     most_neighbours = max(of_knn, key=lambda row: row["k"])
     last = reports_of_features(encoder)[-1]
     assert last["knn_top1"] == most_neighbours["top1"]
-
-
-def test_a_classifier_sees_the_mean_at_invalid_pixels(satellite, classifier):
-    """Its logits are those of images whose invalid pixels and missing bands hold the mean of the band."""
-    loaded = load(classifier)
-    declared = InvalidPixels.from_settings(loaded.settings)
-    images = open_images("folder", satellite, "val", in_chans=13, invalid=declared)
-    dataset = AddressedDataset(images, ResizeCenterCrop(SIDE))
-    batch = torch.stack([dataset[0, i][0] for i in range(4)])
-    normalize = normalizer(loaded.settings, images.pixel_format)
-    filled = batch.clone()
-    for c, mean in enumerate(loaded.settings["mean"]):
-        filled[:, c].nan_to_num_(mean * 65535)
-    expected = normalizer(loaded.settings, PixelFormat(13, "uint16"))(filled)
-    assert batch.isnan().float().mean() > 0.3
-    found = normalize(batch)
-    assert_close(found, expected, rtol=0, atol=1e-5)
-    logits = loaded.model(expected)
-    assert_close(loaded.model(found), logits, rtol=1e-4, atol=1e-4)
 
 
 def test_packed_shards_hold_the_same_images(satellite, tmp_path):

@@ -113,21 +113,16 @@ def test_errors_come_before_the_queue(capsys, flags, named, tmp_path, monkeypatc
         (1, None, "", "40", "RUNNING", "", 0),
         (137, None, "\n\n\n", "40", "RUNNING", "", 0),
         (75, None, "", "40", "RUNNING", "", 0),  # stopped by a signal
-        (75, None, "", "20", "RUNNING", "\n", 0),
         (137, None, "\n\n", "20", "RUNNING", "\n\n\n", 0),
         (137, None, "\n\n\n", "20", "RUNNING", None, 0),
-        (75, None, "\n\n\n", "20", "RUNNING", None, 0),
         (137, 75, "", "20", "RUNNING", "75\n", 300),  # the storage has failed
         (137, 75, "\n\n\n75\n", "20", "RUNNING", "\n\n\n75\n75\n", 600),
         (137, 75, "75\n" * 24, "20", "RUNNING", None, 0),
         (137, 75, "75\n" * 24, "40", "RUNNING", "", 0),
         (2, None, "", "40", "RUNNING", None, 0),
-        (3, None, "", "40", "RUNNING", None, 0),
-        (4, None, "", "40", "RUNNING", None, 0),
         (0, None, "\n", "40", "RUNNING", None, 0),
         (143, 2, "", "40", "RUNNING", None, 0),  # srun has killed a process because another one had ended so
         (143, None, "", "40", "COMPLETING", None, 0),  # cancelled, or requeued already
-        (143, None, "", "40", "", None, 0),
     ],
 )
 def test_a_job_is_requeued_until_it_gets_nowhere(tmp_path, rc, said, idle, now, state, left, wait):

@@ -96,20 +96,6 @@ def test_user_errors(tmp_path, capsys, monkeypatch, flags, named):
 # ------------------------------------------------------------------------------------------------- sample_photos.py
 
 
-def test_five_bands_are_the_colours_and_the_slopes_of_their_mean():
-    """Central differences, from black to white: 0 to 65535."""
-    pixels = np.random.default_rng(0).integers(0, 256, (4, 5, 3))
-    bands = sample_photos.five_bands(Image.fromarray(pixels.astype(np.uint8)))
-    assert bands.dtype == np.uint16
-    assert np.array_equal(bands[:, :, :3], pixels * 257)
-    grey = pixels.mean(axis=2)
-    for i, j in ((1, 1), (2, 3)):
-        down = (grey[i + 1, j] - grey[i - 1, j]) / 2
-        along = (grey[i, j + 1] - grey[i, j - 1]) / 2
-        expected = [(slope / 510 + 0.5) * 65535 for slope in (down, along)]
-        assert bands[i, j, 3:].tolist() == pytest.approx(expected, abs=0.51)
-
-
 def test_sample_photos_have_labels_and_disjoint_splits(tmp_path, monkeypatch):
     """The photograph is black in the region of train/ and white in that of val/. No crop mixes both."""
     half = np.zeros((200, 300, 3), np.uint8)
