@@ -142,6 +142,20 @@ def test_what_cannot_be_read_is_named_and_the_others_go_on(classified, labelled,
     assert [row["cat"] for row in rows_of(tmp_path / "out")] == [row["cat"] for row in expected]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_images_that_are_all_lost_end_it_with_75(classified, labelled, tmp_path, monkeypatch, num_workers):
+    """An unmounted disk, say. A single one that is missing is named."""
+    shutil.copytree(labelled / "val", tmp_path / "images")
+    write_record = predict.write_record
+
+    def lose(*arguments):
+        write_record(*arguments)
+        shutil.rmtree(tmp_path / "images")
+
+    monkeypatch.setattr(predict, "write_record", lose)
+    assert run(classified, tmp_path / "images", tmp_path / "out", "--num_workers", num_workers) == 75
+
+
 def test_a_batch_may_have_more_images_than_a_process_may_open_files(classified, expected, tmp_path):
     (tmp_path / "images").mkdir()
     for i in range(100):

@@ -23,6 +23,7 @@ from util.data.images import (
     EncodedImages,
     ImageError,
     ImageFiles,
+    MissingImage,
     Reading,
     find_storage_error,
 )
@@ -166,9 +167,10 @@ class PreparedImages(torch.utils.data.Dataset):
             try:
                 pixels, _ = self.images.load(i)
             except ImageError as error:
-                storage_error = find_storage_error(self.images)
-                if storage_error is not None:
-                    raise storage_error from error
+                if isinstance(error, MissingImage):  # perhaps the storage is
+                    storage_error = find_storage_error(self.images)
+                    if storage_error is not None:
+                        raise storage_error from error
                 batch.problems.append(str(error))
                 continue
             batch.indices.append(i)
