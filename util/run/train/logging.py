@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 import numpy as np
 import torch
+from torch.profiler import profile, schedule
 from tqdm import tqdm
 
 from util import collectives
@@ -21,6 +22,8 @@ from util.run.files.record import CheckpointInfo
 from util.run.start.plan import RunSchedule
 from util.run.start.run import Run
 from util.text import count_of, printable
+
+TRACED_STEPS = 3  # of --profile
 
 
 class RunLog:
@@ -58,6 +61,7 @@ class RunLog:
         with replaced_file(path, durable=True) as temporary:
             temporary.write_text("".join(json.dumps(report) + "\n" for report in self.reports))
         self.json_lines = open(path, "a", encoding="utf-8")
+        self.profiler: profile | None = None  # while it may trace
         self.tensorboard: Any = None  # a SummaryWriter, made with the first report: a start that fails leaves none
         options: dict[str, Any] = {"dynamic_ncols": True}
         if terminal_columns(sys.stderr) == 0:  # some terminals report a size of 0 x 0
@@ -82,8 +86,35 @@ class RunLog:
         self.text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
         self.text.flush()
 
+    @contextmanager
+    def traced(self, first: int | None, start_step: int, end_step: int) -> Iterator[None]:
+        """Context of training the steps from `start_step` on. Those after step `first` are written as a trace.
+
+        TRACED_STEPS of them, or those before `end_step`. first: None for no trace, which then costs nothing.
+        """
+        if not self.enabled or first is None or not start_step <= first < end_step:
+            yield
+            return
+
+        def write(profiler: profile) -> None:
+            path = self.output_dir / f"trace-{first}.json"
+            profiler.export_chrome_trace(str(path))
+            self.info(f"trace of the steps from {first + 1} on: {path}")
+
+        warmup = min(1, first - start_step)
+        active = min(TRACED_STEPS, end_step - first)
+        steps = schedule(wait=first - start_step - warmup, warmup=warmup, active=active, repeat=1)
+        with profile(schedule=steps, on_trace_ready=write) as self.profiler:
+            yield
+        self.profiler = None
+
     def advance(self) -> None:
-        if self.enabled and not self.bar.disable:
+        """Counts a step."""
+        if not self.enabled:
+            return
+        if self.profiler is not None:
+            self.profiler.step()
+        if not self.bar.disable:
             with redirect_if_broken(sys.stderr):
                 if self.steps_per_epoch:
                     self.bar.set_description_str(f"epoch {self.bar.n // self.steps_per_epoch}", refresh=False)

@@ -23,7 +23,6 @@ from util.run.files.json_files import record_failure, write_state
 from util.run.processes.distributed import shut_down
 from util.run.processes.supervise import Stopped
 from util.run.train.loop import TrainLoop
-from util.run.train.profile import Profile
 from util.run.train.saving import CheckpointSaver
 from util.text import count_of
 
@@ -97,7 +96,6 @@ def train(
     """
     run = loop.run
     args = run.args
-    profile = Profile(args.profile, loop.last_step, run.process, loop.log)
     with closing(Batches(loop, open_loader)) as batches:
         record_state(loop, "running", model=args.model)
         run.watchdog.heartbeat("beginning to train", run.watchdog.first)
@@ -106,15 +104,16 @@ def train(
             with loop.stop, saver:
                 # An earlier start may have been stopped or killed before it did what was due at its last step.
                 all_done = do_what_is_due(loop, saver, between, batches)
-                while not loop.has_ended():
-                    steps = profile.cut(steps_to_next_pause(loop))
-                    loader = batches.from_here()
-                    loop.clock.restart()  # what happens between steps does not count
-                    ahead = loop.load_ahead(loader, steps)
-                    if not loop.has_stopped:
-                        with profile.trace(steps), torch.autograd.set_detect_anomaly(args.detect_anomaly):
-                            train_steps(loop.model_in_ddp, ahead, steps, loop)
-                    all_done = do_what_is_due(loop, saver, between, batches)
+                with loop.log.traced(args.profile, loop.step, loop.last_step):
+                    while not loop.has_ended():
+                        steps = steps_to_next_pause(loop)
+                        loader = batches.from_here()
+                        loop.clock.restart()  # what happens between steps does not count
+                        ahead = loop.load_ahead(loader, steps)
+                        if not loop.has_stopped:
+                            with torch.autograd.set_detect_anomaly(args.detect_anomaly):
+                                train_steps(loop.model_in_ddp, ahead, steps, loop)
+                        all_done = do_what_is_due(loop, saver, between, batches)
                 # If a signal came while work was done between steps, the current step is not saved yet.
                 saver.save(final=True)
                 raise_load_error(loop)

@@ -14,7 +14,7 @@ def steps_in(path):
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
     steps = {}
     for step in events:
-        if step["name"].startswith("step "):
+        if step["name"].startswith("ProfilerStep#"):
             end = step["ts"] + step["dur"]
             steps[step["name"]] = {event["name"] for event in events if step["ts"] <= event["ts"] < end}
     return steps
@@ -27,7 +27,7 @@ def test_a_trace_holds_three_steps_and_changes_nothing(photos, tmp_path):
     assert losses(tmp_path / "traced") == losses(tmp_path / "plain")
 
     steps = steps_in(tmp_path / "traced" / "trace-1.json")
-    assert sorted(steps) == ["step 2", "step 3", "step 4"]
+    assert sorted(steps) == ["ProfilerStep#1", "ProfilerStep#2", "ProfilerStep#3"]
     for operators in steps.values():
         assert {"aten::addmm", "AddmmBackward0", "aten::_fused_adamw_"} <= operators
     assert not list((tmp_path / "plain").glob("trace*"))
@@ -36,7 +36,7 @@ def test_a_trace_holds_three_steps_and_changes_nothing(photos, tmp_path):
 def test_a_run_that_ends_among_the_traced_steps_writes_them(photos, tmp_path):
     pretrain(photos, tmp_path, *SHORT, "--profile", 1, "--max_steps", 2)
     path = tmp_path / "trace-1.json"
-    assert sorted(steps_in(path)) == ["step 2"]
+    assert sorted(steps_in(path)) == ["ProfilerStep#1"]
     path.unlink()
     pretrain(photos, tmp_path, *SHORT, "--profile", 1)  # it resumes behind the first traced step
     assert not path.exists()
