@@ -35,10 +35,10 @@ def shorten(names: Sequence[str], most: int = 3) -> str:
     return text
 
 
-def list_shares(counts: Counter[str], most: int = 20) -> str:
+def list_shares(counts: Counter[str]) -> str:
     """Returns the number of each name and its share of all, the most frequent ones first."""
     total = max(1, counts.total())
-    return shorten([f"{name} {number} ({number / total:.1%})" for name, number in counts.most_common()], most)
+    return shorten([f"{name} {number} ({number / total:.1%})" for name, number in counts.most_common()], 20)
 
 
 def close_to(name: str, known: Iterable[str]) -> str:

@@ -51,12 +51,12 @@ def count_endings(names: Iterable[str]) -> Counter[str]:
     return Counter(os.path.splitext(name)[1].lower() for name in names)
 
 
-def note_unread(endings: Counter[str], where: str = "", images: Collection[str] = UNREAD) -> list[str]:
-    """Returns a note on files that are not read and whose endings are those of `images`. where: the note's end."""
-    kinds = [f"{number} {ending}" for ending, number in endings.most_common() if ending in images]
+def note_unread(endings: Counter[str]) -> list[str]:
+    """Returns a note on files that are not read and whose endings are those of images."""
+    kinds = [f"{number} {ending}" for ending, number in endings.most_common() if ending in UNREAD]
     if not kinds:
         return []
-    return [f"note: not read: {shorten(kinds, 5)}{where}"]
+    return [f"note: not read: {shorten(kinds, 5)}"]
 
 
 # ------------------------------------------------------------------------------------------------------------ splits

@@ -8,6 +8,7 @@ from torch import Tensor
 from util import collectives
 
 RANK_EPS = 1e-7
+ROWS = 1 << 16  # that are converted to float64 at once
 
 
 @dataclass
@@ -19,13 +20,13 @@ class Moments:
     gram: Tensor  # [D, D]
 
     @classmethod
-    def of(cls, features: Tensor, rows: int = 1 << 16) -> "Moments":
-        """Returns the moments of features [n, D]. `rows` of them are converted to float64 at once."""
+    def of(cls, features: Tensor) -> "Moments":
+        """Returns the moments of features [n, D]."""
         dim = features.shape[1]
         count = torch.tensor(float(len(features)), dtype=torch.float64, device=features.device)
         total = count.new_zeros(dim)
         gram = count.new_zeros(dim, dim)
-        for chunk in features.split(rows):
+        for chunk in features.split(ROWS):
             chunk = chunk.double()
             total += chunk.sum(dim=0)
             gram += chunk.T @ chunk
