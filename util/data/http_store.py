@@ -7,6 +7,7 @@ bytes of another range. Its file system of the Hub reads one range after another
 import errno
 import os
 import re
+from functools import cache
 from typing import Any
 from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
 
@@ -45,11 +46,6 @@ class HttpStore:
         self.auth = auth
         if auth is None and parts.username is not None:
             self.auth = HTTPBasicAuth(unquote(parts.username).encode(), unquote(parts.password or "").encode())
-        # By process: a forked one must neither use nor close the connections of its parent.
-        self._sessions: dict[int, requests.Session] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_sessions": {}}
 
     def sizes(self, folder: str) -> dict[str, int] | None:
         return None
@@ -63,7 +59,7 @@ class HttpStore:
             address += f"?{self.query}"
         headers = {"Range": f"bytes={offset}-{offset + size - 1}", "Accept-Encoding": "identity"}
         try:
-            with self._session().get(
+            with session_of(os.getpid()).get(
                 address, headers=headers, auth=self.auth, timeout=TIMEOUT, stream=True
             ) as response:
                 check_answer(response, place, offset, size, file_size)
@@ -75,15 +71,15 @@ class HttpStore:
             raise OSError(errno.EIO, f"{place}: the server sent {len(data)} bytes instead of {size}")
         return data
 
-    def _session(self) -> requests.Session:
-        process = os.getpid()
-        if process not in self._sessions:
-            session = requests.Session()
-            session.hooks["response"].append(refuse_plain_text)
-            for scheme in ("http://", "https://"):
-                session.mount(scheme, HTTPAdapter(pool_maxsize=MAX_READS))
-            self._sessions.setdefault(process, session)
-        return self._sessions[process]
+
+@cache
+def session_of(process: int) -> requests.Session:
+    """Returns the session of a process: a forked one must neither use nor close the connections of its parent."""
+    session = requests.Session()
+    session.hooks["response"].append(refuse_plain_text)
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, HTTPAdapter(pool_maxsize=MAX_READS))
+    return session
 
 
 def refuse_plain_text(response: requests.Response, **_: Any) -> None:

@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import fsspec
@@ -24,11 +25,6 @@ class ObjectStore:
         except (ImportError, ValueError) as error:  # a missing package, an unknown protocol
             advice = PACKAGES.get(scheme, "")
             raise ValueError(f"--data_path {url!r} cannot be read: {error}{advice}") from error
-        # By process: a forked one must neither use nor close the connections of its parent.
-        self._systems: dict[int, tuple[Any, str]] = {}  # (file system, folder in it)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_systems": {}}
 
     def sizes(self, folder: str) -> dict[str, int] | None:
         files = self._try(lambda system, root: system.ls(joined(root, folder), detail=True))
@@ -45,7 +41,7 @@ class ObjectStore:
     def _try(self, work: Callable[[Any, str], Any]) -> Any:
         """Calls `work(file system, root)`. Libraries have errors of their own, which become an OSError."""
         try:
-            return work(*self._open())
+            return work(*system_of(self.url, os.getpid()))
         except FileNotFoundError as error:
             raise OSError(errno.ENOENT, f"{self.url}: there is no {redact(str(error))}") from error
         except Exception as error:
@@ -54,14 +50,14 @@ class ObjectStore:
                 number = errno.EACCES
             raise OSError(number, f"{self.url}: {type(error).__name__}: {redact(str(error))}") from error
 
-    def _open(self) -> tuple[Any, str]:
-        process = os.getpid()
-        if process not in self._systems:
-            options: dict[str, Any] = {"skip_instance_cache": True}
-            if self.url.startswith("s3:"):
-                options["config_kwargs"] = {"max_pool_connections": MAX_READS}
-            self._systems.setdefault(process, fsspec.core.url_to_fs(self.url, **options))
-        return self._systems[process]
+
+@cache
+def system_of(url: str, process: int) -> tuple[Any, str]:
+    """Returns (file system, folder in it) of a process: a forked one must not use the connections of its parent."""
+    options: dict[str, Any] = {"skip_instance_cache": True}
+    if url.startswith("s3:"):
+        options["config_kwargs"] = {"max_pool_connections": MAX_READS}
+    return fsspec.core.url_to_fs(url, **options)
 
 
 def open_store(url: str) -> ObjectStore:

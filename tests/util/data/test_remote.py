@@ -33,6 +33,7 @@ from util.data import http_store, remote, remote_tars, workers
 from util.data.folders import MissingSplit
 from util.data.http_store import HttpStore, refuse_plain_text
 from util.data.images import ImageError
+from util.data.object_store import system_of
 from util.data.open import open_images
 from util.data.tars import INDEX
 from util.urls import data_path, redact
@@ -254,6 +255,7 @@ def bucket(packed):
     system = MemoryFileSystem()
     system.put(str(packed), "/bucket/data", recursive=True)
     yield system
+    system_of.cache_clear()
     system.store.clear()
     system.pseudo_dirs[:] = [""]
 
@@ -276,7 +278,8 @@ def test_object_storage(packed, bucket):
     def fail(*_, **__):
         raise TooMuchAsked("of https://user:secret@host/?token=secret")
 
-    ours.storage.store._open()[0].cat_file = fail
+    system, _ = system_of(ours.storage.store.url, os.getpid())
+    system.cat_file = fail
     with pytest.raises(OSError, match="TooMuchAsked: of https://host/$") as error:
         ours.read(0)
     assert error.value.errno == errno.EIO
