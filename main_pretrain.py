@@ -22,7 +22,7 @@ from frameworks.registry import HOOKS, MODELS, build_model, check_files, class_o
 from prmim import AGGREGATION, SAMPLING, SpatialAggregation
 from recipes import RECIPES
 from util import collectives
-from util.costs import fitting_images, forward_gmac
+from util.costs import fitting_images, forward_gmac, utilization
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import note_on_small_images
 from util.data.open import open_everywhere
@@ -46,7 +46,6 @@ from util.run.start.run import Run
 from util.run.train.bad_images import BadImages
 from util.run.train.logging import open_log
 from util.run.train.loop import TrainLoop
-from util.run.train.meter import utilization
 from util.run.train.saving import CheckpointSaver
 from util.run.train.step_reports import Measure
 from util.run.train.training import BetweenSteps, TrainSteps, end_check, train

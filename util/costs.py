@@ -1,5 +1,6 @@
-"""Cost of a training step: counted multiply-adds, memory, timed steps."""
+"""Cost of a training step: counted multiply-adds, memory, timed steps, the share of a GPU's peak."""
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from util.collectives import rank_and_world_size
 from util.text import count_of
 
 STATE_BYTES = 18  # bytes a parameter in a step: float32 weight, gradient, AdamW's two moments, and autocast's copy
@@ -15,6 +17,15 @@ USABLE = 0.9  # of a GPU's memory: the rest is for the CUDA context, libraries, 
 # Memory of an image in half precision, relative to what float32 would save. On an H100, PR-MIM's ViT-B took 36 MB an
 # image, of 64; MAE's, and ViT-L of both, .44 to .47.
 HALF_SHARE = 0.56
+# FLOP/s in bfloat16 or float16, without sparsity, of the datasheets; the first pattern that fits a device's name.
+PEAKS = {
+    r"\bH100 PCIe\b": 756e12,
+    r"\bH[12]00 NVL\b": 835e12,
+    r"\b(H100|H200|GH200)\b": 989e12,
+    r"\bA100\b": 312e12,
+    r"\bL40S\b": 362e12,
+    r"\bRTX 4090\b": 165.2e12,
+}
 
 
 def forward_gmac(settings: Mapping[str, Any], build_model: Callable[..., nn.Module]) -> tuple[float, float]:
@@ -145,3 +156,34 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name()
     return f"cpu ({count_of(torch.get_num_threads(), 'thread')})"
+
+
+def peak_flops(name: str, precision: str) -> float | None:
+    """Returns the peak of a device by its name, or None if it is unknown, for a part of a GPU, and for fp32."""
+    if precision == "fp32" or re.search(r"\bMIG\b", name):
+        return None
+    for pattern, peak in PEAKS.items():
+        if re.search(pattern, name):
+            return peak
+    return None
+
+
+def utilization(
+    device: torch.device, precision: str, count_multiply_adds: Callable[[], tuple[float, float]]
+) -> list[Callable[[Mapping[str, Any]], dict[str, float]]]:
+    """Returns a function from a report's values to {"mfu": share of the GPUs' peak}; none if the peak is unknown.
+
+    It counts what the model needs: three times the multiply-adds of a forward pass, and none that are recomputed.
+    count_multiply_adds: returns those of an image's forward pass, in 10^9: (trained model, frozen teacher).
+    """
+    peak = peak_flops(device_name(device), precision)
+    if peak is None:
+        return []
+    trained, frozen = count_multiply_adds()
+    flops = 2e9 * (3 * trained + frozen)  # of an image
+    _, world_size = rank_and_world_size()
+
+    def measure(scalars: Mapping[str, Any]) -> dict[str, float]:
+        return {"mfu": flops * scalars["images_per_s"] / (world_size * peak)}
+
+    return [measure]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.runs import pretrain, reports
-from util.run.train import meter
-from util.run.train.meter import peak_flops
+from util import costs
+from util.costs import peak_flops
 
 BF16 = ("--precision", "bf16", "--picture_every", 0, "--max_steps", 2)
 
@@ -17,7 +17,7 @@ def block(tokens, width):
 
 def test_reports_have_the_share_of_the_peak(photos, tmp_path, monkeypatch):
     """The peak is a fake one, of this CPU. 32 x 32 pixels are 64 tokens: 16 visible, 16 retained, 32 thrown."""
-    monkeypatch.setitem(meter.PEAKS, "cpu", 1e13)
+    monkeypatch.setitem(costs.PEAKS, "cpu", 1e13)
     pretrain(photos, tmp_path, *BF16)
     multiply_adds = 16 * 48 * 96 + 4 * block(1 + 16, 96) + (1 + 16) * 96 * 64
     multiply_adds += 4 * block(1 + 32, 64) + 64 * 7 * 7 * 64 + 48 * 64 * 48
@@ -28,9 +28,9 @@ def test_reports_have_the_share_of_the_peak(photos, tmp_path, monkeypatch):
 
 
 def test_a_frozen_teacher_and_all_processes_count(monkeypatch):
-    monkeypatch.setitem(meter.PEAKS, "cpu", 1e12)
-    monkeypatch.setattr(meter, "rank_and_world_size", lambda: (0, 4))
-    (measure,) = meter.utilization(torch.device("cpu"), "bf16", lambda: (2.0, 0.5))
+    monkeypatch.setitem(costs.PEAKS, "cpu", 1e12)
+    monkeypatch.setattr(costs, "rank_and_world_size", lambda: (0, 4))
+    (measure,) = costs.utilization(torch.device("cpu"), "bf16", lambda: (2.0, 0.5))
     assert measure({"images_per_s": 100}) == {"mfu": pytest.approx((6 * 2e9 + 2 * 0.5e9) * 100 / 4e12)}
 
 
