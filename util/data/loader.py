@@ -89,16 +89,20 @@ class Loader:
             return iter(self.source)
         others = set(multiprocessing.active_children())
         collectives.wait_for_threads()
+        stream = None
         try:
             stream = iter(self.source)
         except (OSError, RuntimeError) as error:
-            for worker in set(multiprocessing.active_children()) - others:  # they ignore TERM
-                worker.kill()
             raise LoaderError(
                 f"a DataLoader worker cannot start ({error}): it needs a process, open files and semaphores in "
                 "/dev/shm; give fewer --num_workers, or free these"
             ) from error
-        kill_at_exit(set(multiprocessing.active_children()) - others)
+        finally:
+            workers = set(multiprocessing.active_children()) - others
+            kill_at_exit(workers)
+            if stream is None:  # a signal may have interrupted it, too
+                for worker in workers:  # they ignore TERM
+                    worker.kill()
         return stream
 
     def _find_reason(self, error: Exception) -> str | None:

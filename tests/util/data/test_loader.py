@@ -161,16 +161,28 @@ def test_batches_need_no_space_in_dev_shm():
     assert child.stdout == 2 * "9\n", child.stderr
 
 
-def test_a_loader_whose_workers_cannot_all_start_ends():
-    """The workers that have started ignore TERM, with which torch and multiprocessing would end them."""
-    program = (
-        "import os, resource\n"
-        "from tests.util.data.test_loader import Blank, Loader, stack\n"
-        "limit = len(os.listdir('/proc/self/fd')) + 20\n"
-        "batches = Loader(Blank(), [[0, 1]] * 3, stack, num_workers=12, for_gpu=False)\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))\n"
-        "next(batches)\n"
-    )
-    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+STARTING = """
+import os, resource, sys
+from tests.util.data.test_loader import Blank, Loader, stack
+
+class Stopped(Exception):
+    pass
+
+def stop():
+    yield [0, 1]
+    raise Stopped
+
+limit = len(os.listdir("/proc/self/fd")) + 20
+batches = Loader(Blank(), stop(), stack, num_workers=12, for_gpu=False)
+if sys.argv[1] == "LoaderError":
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+next(batches)
+"""
+
+
+@pytest.mark.parametrize("error", ["LoaderError", "Stopped"])
+def test_a_loader_whose_workers_cannot_all_start_ends(error):
+    """Or whose start is interrupted. The workers that have started ignore TERM, with which torch would end them."""
+    child = subprocess.run([sys.executable, "-c", STARTING, error], capture_output=True, text=True, timeout=240)
     assert child.returncode == 1
-    assert child.stderr.strip().split("\n")[-1].startswith("util.data.loader.LoaderError")
+    assert error in child.stderr.strip().split("\n")[-1]
