@@ -29,7 +29,7 @@ from util.data.open import open_everywhere
 from util.data.pretrain_augment import make_augmentation
 from util.data.transforms import Normalize
 from util.flag import Flag
-from util.run.cli import Parser, early_values, parse_with_recipe
+from util.run.cli import Parser, early_values
 from util.run.exits import run_program
 from util.run.start.flags import (
     DATA_FLAGS,
@@ -160,7 +160,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     recipe = RECIPES.get(given.get("recipe", ""), {})
     model = given.get("model", str(recipe.get("model", MODEL)))
     parser = get_args_parser(model, [given.get("sampling", ""), str(recipe.get("sampling", ""))])
-    return parser, parse_with_recipe(parser, RECIPES, argv)
+    return parser, parser.parse_args(argv, recipes=RECIPES)
 
 
 def unused_flags(args: argparse.Namespace) -> dict[str, str]:

@@ -233,7 +233,7 @@ def known_flags() -> set[str]:
     for program in (*MAINS, *SCRIPTS):
         parsers.append(parser_of(program))
     for model in registry.MODELS:
-        parsers.append(main_pretrain.get_args_parser(model, by_attention=True))
+        parsers.append(main_pretrain.get_args_parser(model, ["attention"]))
     flags = set(OTHER_FLAGS)
     for parser in parsers:
         flags |= parser._option_string_actions.keys()

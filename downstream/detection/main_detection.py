@@ -36,7 +36,7 @@ from util.data.transforms import Normalize
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.results import folder_of_eval
 from util.flag import Flag
-from util.run.cli import Parser, parse_with_recipe
+from util.run.cli import Parser
 from util.run.exits import run_program
 from util.run.processes.distributed import Process, join_processes
 from util.run.start.folder import own_folder
@@ -141,7 +141,7 @@ def get_args_parser() -> Parser:
 def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
     """Returns (parser, flags)."""
     parser = get_args_parser()
-    return parser, parse_with_recipe(parser, DETECTION_RECIPES, argv)
+    return parser, parser.parse_args(argv, recipes=DETECTION_RECIPES)
 
 
 def check_flags(args: argparse.Namespace, plan: Plan) -> None:

@@ -80,9 +80,9 @@ class Parser(argparse.ArgumentParser):
         by_recipe = {name: value for name, value in self.recipe.items() if value != self.defaults[name]}
         return {**by_recipe, **self.given}
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses a command without recipes."""
-        self.read(args)
+    def parse_args(self, args: Any = None, namespace: Any = None, recipes: Any = None) -> Any:
+        """Reads a command, see `read`, and returns the value of each flag."""
+        self.read(args, recipes)
         return self.resolve()
 
     def read(self, argv: Sequence[str] | None = None, recipes: Mapping[str, Mapping[str, Any]] | None = None) -> None:
@@ -195,14 +195,6 @@ def expand_home(word: str) -> str:
     if equals and "/" not in name:
         return name + equals + os.path.expanduser(value)
     return os.path.expanduser(word)
-
-
-def parse_with_recipe(
-    parser: Parser, recipes: Mapping[str, Mapping[str, Any]], argv: Sequence[str] | None = None
-) -> argparse.Namespace:
-    """Parses `argv`. `--recipe NAME` sets defaults from `recipes[NAME]`; explicit flags win."""
-    parser.read(argv, recipes)
-    return parser.resolve()
 
 
 def early_values(argv: Sequence[str] | None, *names: str) -> dict[str, str]:

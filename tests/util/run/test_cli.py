@@ -7,7 +7,6 @@ import pytest
 from util.flag import Flag
 from util.run.cli import (
     Parser,
-    parse_with_recipe,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,7 +78,7 @@ def test_the_command_wins_over_the_recipe_and_the_recipe_over_defaults():
     parser = make_parser()
     recipes = {"fast": {"epochs": 1, "rate": 2.0, "compile": True}}
     words = ["--recipe", "fast", "--rate=0.5", "--no-compile", "--size", "--tag", "a", "--tag", "b"]
-    args = parse_with_recipe(parser, recipes, words)
+    args = parser.parse_args(words, recipes=recipes)
     given = {"recipe": "fast", "rate": 0.5, "compile": False, "size": [], "tag": ["a", "b"]}
     assert {name: parser.given[name] for name in given} == given
     assert not {"epochs", "output_dir", "eval", "hidden"} & parser.given.keys()
@@ -91,7 +90,7 @@ def test_the_command_wins_over_the_recipe_and_the_recipe_over_defaults():
 
 def test_a_recipe_of_unknown_flags_is_refused():
     with pytest.raises(SystemExit, match="2"):
-        parse_with_recipe(make_parser(), {"odd": {"depth": 3}}, ["--recipe", "odd"])
+        make_parser().parse_args(["--recipe", "odd"], recipes={"odd": {"depth": 3}})
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,7 @@ def parse_schedule(flags, recipe=None):
     argv = flags.split()
     if recipe is not None:
         argv += ["--recipe", "mine"]
-    return parse_with_recipe(parser, {"mine": recipe or {}}, argv)
+    return parser.parse_args(argv, recipes={"mine": recipe or {}})
 
 
 LONG = {"epochs": 800, "warmup_epochs": 40}
@@ -177,7 +176,7 @@ MODELS = ["mae_tiny_patch16", "mae_small_patch16", "mae_base_patch16", "mae_larg
 def test_names_of_models_and_recipes(argv, code, words, capsys):
     parser = Parser("main_x.py", "", Flag("recipe"), Flag("model", choices=MODELS))
     with pytest.raises(SystemExit) as stop:
-        parse_with_recipe(parser, {"fast": {}, "slow1": {}, "slow2": {}}, argv.split())
+        parser.parse_args(argv.split(), recipes={"fast": {}, "slow1": {}, "slow2": {}})
     done = capsys.readouterr()
     assert stop.value.code == code
     assert words in done.out + done.err
@@ -198,7 +197,7 @@ def test_a_recipe_s_patches_do_not_silently_replace_those_in_a_model_s_name(flag
     parser = Parser("x.py", "", Flag("recipe"), Flag("model", str, "vit_base_patch16"), Flag("patch_size", int))
     recipes = {"deep": {"model": "vit_huge_patch14", "patch_size": 16}}
     try:
-        parse_with_recipe(parser, recipes, ["--recipe", "deep", *flags.split()])
+        parser.parse_args(["--recipe", "deep", *flags.split()], recipes=recipes)
     except SystemExit:
         assert refusal
     assert refusal in capsys.readouterr().err
