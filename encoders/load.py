@@ -56,6 +56,7 @@ ENCODER_KEYS = (*PATCH_KEYS, "cls_token", "pos_embed", "norm.", "rel_pos_bias.")
 OTHER_KEYS = (
     *("head", "fc_norm.", "pooler.", "mask_token", "masked_embed", "decoder", "pred."),
     *("aggregation.", "proj_layers.", "proj_weights", "encoder_adaptor.", "cls_token_mlp.", "rope_embed."),
+    *("wfm.", "dec_norms.", "forward_fea_decoder.", "forward_att_decoder.", "hog_enc."),  # of releases
 )
 DENSE_PROGRAMS = ("main_segmentation.py", "main_detection.py")  # their encoders have positions in each block
 

@@ -8,7 +8,7 @@ with a smaller prediction ratio, which is mask_ratio - throw_ratio. PR-MIM on Cr
 makes no features of visible tokens, so `visible_source` says what the convolution reads there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from timm.layers import Mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from framework import DECODER_FLAGS, PixelFramework, check_blocks, decoder_heads, rename_prefixes
+from framework import DECODER_FLAGS, PixelFramework, decoder_heads, rename_prefixes
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, ViTEncoder, init_weights, layer_norm
 from prmim import Method, SpatialAggregation, TokenOrder
 from util.flag import Flag
@@ -58,9 +58,6 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
 
     decoder_embed_dim, decoder_depth, decoder_num_heads: the decoder's blocks, by default with one head per 32 channels.
         `mlp_ratio` is the same as the encoder's.
-    levels: numbers of the blocks (from 0) whose outputs the decoder reads. They increase and include the last block.
-        The default is all blocks.
-    use_input: whether the input of the first block is a level, too. It comes before the others.
     visible_source: see `CrossAggregation`. It has no effect without aggregation.
     img_size, ..., layer_scale: of the encoder, see `models_vit.ViTEncoder`. norm_pix_loss, ..., has_invalid: see
         `framework.Framework.use_method`. mask_ratio, ..., applies_to: see `prmim.Method`.
@@ -75,8 +72,6 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         decoder_embed_dim: int = 512,
         decoder_depth: int = 12,
         decoder_num_heads: int | None = None,
-        levels: Sequence[int] | None = None,
-        use_input: bool = True,
         visible_source: str = "embed",
         *,
         img_size: int | tuple[int, int] = 224,
@@ -115,11 +110,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         self.decoder_depth = decoder_depth
         self.decoder_num_heads = decoder_heads(decoder_embed_dim, decoder_depth, decoder_num_heads)
         self.norm = nn.Identity()
-        self.use_input = use_input
         self.visible_source = visible_source
-        if levels is None:
-            levels = range(depth)
-        self.levels = check_blocks("levels", levels, depth)
         self.decoder = CrossAttentionDecoder(
             self.grid_size,
             self.embed_dim,
@@ -134,8 +125,8 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
 
     @property
     def num_levels(self) -> int:
-        """The number k of levels that the decoder reads."""
-        return len(self.levels) + self.use_input
+        """The number k of levels that the decoder reads: the input of the blocks, and the output of each."""
+        return 1 + len(self.blocks)
 
     def new_aggregation(self, dim: int) -> "CrossAggregation":
         return CrossAggregation(dim, self.embed_dim, self.num_levels, self.visible_source, self.method)
@@ -156,13 +147,10 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
     def encode_levels(self, tokens: Tensor) -> Tensor:
         """Runs the blocks on embedded tokens with positions [B, n, D]. Returns the levels [k, B, 1 + n, D]."""
         x = self.prepend_cls_token(tokens)
-        levels = []
-        if self.use_input:
-            levels.append(x)
-        for i, block in enumerate(self.blocks):
+        levels = [x]
+        for block in self.blocks:
             x = block(x)
-            if i in self.levels:
-                levels.append(x)
+            levels.append(x)
         return torch.stack(levels)
 
     def forward_decoder(self, levels: Tensor, order: TokenOrder, all_tokens: bool = False) -> Tensor:

@@ -193,14 +193,6 @@ def test_images_without_classes_have_rankme_alone(photos, tmp_path, capsys):
     assert "knn_top1" not in evaluation
 
 
-def test_other_classes_are_refused_before_the_first_step(data, tmp_path, capsys):
-    root = shutil.copytree(data, tmp_path / "data")
-    (root / "val" / "dog").rename(root / "val" / "wolf")
-    message = pretrain.refused(capsys, root, tmp_path / "out", "--knn_every", 2)
-    assert "has the classes wolf, which the training data does not have" in message
-    assert not list((tmp_path / "out").glob("checkpoint-*"))
-
-
 @pytest.mark.parametrize("value", [torch.nan, 1e30])
 def test_features_that_are_not_finite_are_said_and_end_the_run_at_its_end(data, tmp_path, monkeypatch, capsys, value):
     """The squares of 1e30 overflow."""

@@ -7,7 +7,6 @@ from torch.testing import assert_close
 from encoders.load import load_encoder
 from frameworks.models_crossmae_pr import CrossMaskedAutoencoderViT
 from models_vit import VisionTransformer
-from prmim import TokenOrder
 from tests import slow_mae
 from tests.test_models_mae_pr import orders, perturbed, segments
 
@@ -166,31 +165,6 @@ def test_predictions_loss_and_gradients_against_the_slow_derivation(arm):
 
 
 # --------------------------------------------------------------------------------------------------- what is special
-
-
-@pytest.mark.parametrize(
-    ("levels", "use_input"),
-    [
-        (None, True),
-        (None, False),
-        ((0, 2), True),
-        ((2,), False),
-    ],
-)
-def test_levels_are_the_input_and_then_the_blocks_in_order(levels, use_input):
-    model = build(levels=levels, use_input=use_input)
-    imgs, ids = a_batch(model)
-    inputs = []
-    outputs = []
-    for block in model.blocks:
-        block.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
-        block.register_forward_hook(lambda module, args, output: outputs.append(output))
-    found = model.forward_encoder(model.patchify(imgs), TokenOrder(ids, model.counts))
-    expected = [outputs[i] for i in levels or range(3)]
-    if use_input:
-        expected.insert(0, inputs[0])
-    assert torch.equal(found, torch.stack(list(expected)))
-    assert len(found) == model.decoder.level_weights.shape[1]
 
 
 def test_first_weights():

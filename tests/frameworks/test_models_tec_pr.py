@@ -8,9 +8,9 @@ import torch
 from torch.testing import assert_close
 
 import models_vit
+from encoders.load import load_encoder
 from frameworks.models_tec_pr import TECViT, tec_vit_micro_patch4
 from frameworks.teacher import Teacher
-from prmim import TokenOrder
 from tests import slow_mae
 from tests.test_models_mae_pr import assert_same_weights, orders, perturbed, segments
 
@@ -195,23 +195,6 @@ def test_losses_and_predictions_against_the_slow_derivation(throw_ratio, progres
 # ----------------------------------------------------------------------------------------------- losses and the teacher
 
 
-def test_the_teacher_is_frozen_deterministic_and_in_no_checkpoint():
-    model = build().train()
-    names = list(model.state_dict())
-    names += dict(model.named_parameters())
-    names += dict(model.named_modules())
-    assert not any("teacher" in name for name in names)
-    assert not model.teacher.training
-    assert not any(parameter.requires_grad for parameter in model.teacher.parameters())
-    imgs, ids = a_batch(model)
-    order = TokenOrder(ids, model.counts)
-    targets = model.teacher(imgs, order, 16, 3)
-    again = model.teacher(imgs, order, 16, 3)
-    for target, same in zip(targets, again, strict=True):
-        assert torch.equal(target, same)
-        assert not target.requires_grad
-
-
 def test_the_initial_weights_of_the_encoder_do_not_depend_on_the_size_of_the_teacher(tmp_path):
     states = []
     for make in (models_vit.vit_micro_patch4, models_vit.vit_mini_patch4):
@@ -250,10 +233,15 @@ def released(model):
     return weights
 
 
-def test_load_official():
+def test_load_official(tmp_path):
+    """Fine-tuning takes the same file."""
     source = build(0.0).float()
     model = build(0.5).float()
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
     model.load_official({"model": released(source)})
     assert_same_weights(model, source)
+    torch.save({"model": released(source)}, tmp_path / "release.pth")
+    tuned = models_vit.VisionTransformer(num_classes=3, cls_token_mlp=True, **ENCODER)
+    load_encoder(tuned, tmp_path / "release.pth")
+    assert torch.equal(tuned.cls_token_mlp.fc1.weight, source.cls_token_mlp.fc1.weight)

@@ -59,7 +59,7 @@ def test_names_of_splits():
     ],
 )
 def test_the_folder_of_a_split(tmp_path, present, split, labelled, folder):
-    tree(tmp_path, *[f"{name}/a/1.jpg" for name in present.split()], "backup.tar.gz")
+    tree(tmp_path, *[f"{name}/a/1.jpg" for name in present.split()])
     files = find_files(tmp_path, split, labelled)
     assert files.root == tmp_path / folder
     assert files.tars == []

@@ -73,6 +73,7 @@ def test_webdataset_shards(tmp_path):
     webdataset(tmp_path / "imagenet-train-0000.tar", [2, 0])
     webdataset(tmp_path / "imagenet-train-0001.tar", [1], first=2)
     webdataset(tmp_path / "imagenet-validation-00.tar", [2, 2], first=3)  # one class is enough to evaluate
+    (tmp_path / "imagenet-train-0002.tar.gz").write_bytes(b"no tar")
     images = open_images("folder", tmp_path, "train", labelled=True)
     assert images.classes == ["0", "1", "2"]
     assert images.labels.tolist() == [2, 0, 1]
