@@ -25,12 +25,12 @@ class TwoLosses(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(3, 4)
-        nn.init.constant_(self.linear.weight, 0.1)
-        nn.init.constant_(self.linear.bias, 0.3)
+        self.decoder = nn.Linear(3, 4)
+        nn.init.constant_(self.decoder.weight, 0.1)
+        nn.init.constant_(self.decoder.bias, 0.3)
 
     def forward(self, imgs, ids_shuffle):
-        out = self.linear(imgs.flatten(1))
+        out = self.decoder(imgs.flatten(1))
         weighted = 0.1 * out * ids_shuffle
         return {"square": out.square().mean(), "sum": weighted.mean()}
 
