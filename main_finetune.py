@@ -373,7 +373,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune", default_batch_size=largest
     ) as run:
         with run.set_up():  # an error of the user ends the program in one sentence
-            first = read_first(run.encoder, run.resumed, args.rgb_bands, args.in_chans)
+            first = read_first(run)
             images, val_images = open_data(args)
             classes = images.classes
             run.note(*images.notes, *val_images.notes)

@@ -339,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         PROGRAM, parser, args, argv, check=check, encoder_flag="pretrained", fitting_batch=fitting_batch(args)
     ) as run:
         with run.set_up():  # an error of the user ends the program in one sentence
-            first = read_first(run.encoder, run.resumed, args.rgb_bands, args.in_chans)
+            first = read_first(run)
             images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
             val_images, notes = monitor.open_queries(args, images)
             statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)

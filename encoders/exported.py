@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from util.run.exits import CheckpointError
+from util.run.errors import CheckpointError
 from util.run.files.checkpoint import find_weights, reading
 from util.run.files.record import INVALID_SETTINGS, Checkpoint, CheckpointInfo
 

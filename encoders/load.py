@@ -16,10 +16,9 @@ Errors are CheckpointErrors, which are ValueErrors and name the file; FloatingPo
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -43,10 +42,13 @@ from encoders.names import (
 from encoders.resize import check_cls_tokens, choose_rgb_bands, fit_patch_embed, fit_tables, patch_size
 from models_vit import traits_in
 from util.pos_embed import BIAS_TABLE, grid_from_settings, height_and_width
-from util.run.exits import CheckpointError
+from util.run.errors import CheckpointError
 from util.run.files import checkpoint, search
-from util.run.files.record import CheckpointInfo, EncoderSource
+from util.run.files.record import CheckpointInfo
 from util.text import shorten
+
+if TYPE_CHECKING:
+    from util.run.start.run import Run
 
 # Beginnings of an encoder's keys. Weights with such a key that the model lacks are those of another network. Positions
 # may be a table or biases, and a classifier with mean pooling has another final norm: PATCH_KEYS are the others.
@@ -63,36 +65,20 @@ DENSE_PROGRAMS = ("main_segmentation.py", "main_detection.py")  # their encoders
 
 @dataclass(frozen=True)
 class Weights:
-    """What a file holds.
+    """What a file holds, see `interpret`.
 
-    path: of the file, or a name. raw: its tensors under its own names. info: what the file says beside them.
+    path: of the file, or a name. raw: its tensors under its own names. info: what the file says beside them. origin:
+    the project whose names these are. tensors: the same under the names here, which are those of MAE and timm.
+    settings: what the file says of its run or network, and its weights of their network. kind: of the encoder.
     """
 
     path: str | Path
     raw: Tensors
-    info: CheckpointInfo = field(default_factory=CheckpointInfo)
-
-    @cached_property
-    def origin(self) -> Origin:
-        return find_origin(self.raw)
-
-    @cached_property
-    def converted(self) -> tuple[Tensors, dict[str, Any]]:
-        """The weights under the names here, and what they tell of their network: see `from_dino`."""
-        weights = self.origin.rename(self.raw)
-        if is_gated(weights):
-            raise CheckpointError(f"{str(self.path)!r} has gated MLPs (SwiGLU), which no encoder here has")
-        if "blocks.0.gamma_1" in weights and "pos_embed" in weights and find_kind(weights) is PLAIN:
-            raise CheckpointError(
-                f"{str(self.path)!r} has a table of positions and the names of timm's ViTs that rotate queries, too, "
-                "which no encoder here does; of DeiT III give timm's file"
-            )
-        return from_dino(weights, grid_from_settings(self.info.settings, patch_size(weights)))
-
-    @property
-    def tensors(self) -> Tensors:
-        """The weights under the names here, which are those of MAE and timm."""
-        return self.converted[0]
+    info: CheckpointInfo
+    origin: Origin
+    tensors: Tensors
+    settings: dict[str, Any]
+    kind: Kind
 
     @property
     def what(self) -> str:
@@ -102,25 +88,10 @@ class Weights:
             provenance = f"made as {self.info.settings['model']}"
         return f"{str(self.path)!r} ({provenance})"
 
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """What the file says of its run or network, and its weights of their network."""
-        return {**self.converted[1], **self.info.settings}
-
     @property
-    def traits(self) -> dict[str, Any]:
-        """Those arguments of a plain ViT that follow from its first weights: see `models_vit.TRAITS`."""
-        if not self.is_dense and self.kind is not PLAIN:
-            return {}
-        traits = dict(self.settings)
-        cls_token = self.tensors.get("cls_token")
-        if cls_token is not None and cls_token.ndim == 3:
-            traits["num_cls_tokens"] = cls_token.shape[1]
-        return traits_in(traits)
-
-    @property
-    def classes(self) -> list[str] | None:
-        return self.info.classes
+    def pixels(self) -> dict[str, Any]:
+        """Type, mean and std of the images, None where unknown."""
+        return self.info.pixel_settings
 
     @property
     def num_classes(self) -> int | None:
@@ -131,15 +102,21 @@ class Weights:
         return None
 
     @property
-    def pixels(self) -> dict[str, Any]:
-        """Type, mean and std of the images, None where unknown."""
-        return self.info.pixel_settings
-
-    @property
     def in_chans(self) -> int | None:
         """The channels of the images, None without a patch embedding."""
         kernel = self.tensors.get("patch_embed.proj.weight")
         return None if kernel is None else kernel.shape[1]
+
+    @property
+    def traits(self) -> dict[str, Any]:
+        """Those arguments of a plain ViT that follow from its first weights: see `models_vit.TRAITS`."""
+        return traits_in(self.settings) if self.is_dense or self.kind is PLAIN else {}
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Arguments of `kind.encoder`. ValueError if the weights are of no known kind or size, or of a dense task."""
+        self.refuse_dense()
+        return self.kind.read_sizes(self.tensors, self.settings, self.what)
 
     @property
     def is_dense(self) -> bool:
@@ -151,16 +128,26 @@ class Weights:
         if self.is_dense:
             raise CheckpointError(f"{self.what} is a model of a dense task: give the encoder that it started from")
 
-    @cached_property
-    def kind(self) -> Kind:
-        """The kind of encoder. CheckpointError for the model of a dense task, see `refuse_dense`."""
-        self.refuse_dense()
-        return find_kind(self.tensors)
 
-    @cached_property
-    def sizes(self) -> dict[str, Any]:
-        """Arguments of `kind.encoder`. ValueError if the weights are of no known kind or size."""
-        return self.kind.read_sizes(self.tensors, self.settings, self.what)
+def interpret(path: str | Path, raw: Tensors, info: CheckpointInfo) -> Weights:
+    """Finds out what weights are. CheckpointError if they are of a network that no encoder here is.
+
+    The arguments are the first fields of `Weights`.
+    """
+    origin = find_origin(raw)
+    renamed = origin.rename(raw)
+    if is_gated(renamed):
+        raise CheckpointError(f"{str(path)!r} has gated MLPs (SwiGLU), which no encoder here has")
+    if "blocks.0.gamma_1" in renamed and "pos_embed" in renamed and find_kind(renamed) is PLAIN:
+        raise CheckpointError(
+            f"{str(path)!r} has a table of positions and the names of timm's ViTs that rotate queries, too, which no "
+            "encoder here does; of DeiT III give timm's file"
+        )
+    tensors, of_network = from_dino(renamed, grid_from_settings(info.settings, patch_size(renamed)))
+    cls_token = tensors.get("cls_token")
+    if cls_token is not None and cls_token.ndim == 3:
+        of_network["num_cls_tokens"] = cls_token.shape[1]
+    return Weights(path, raw, info, origin, tensors, {**of_network, **info.settings}, find_kind(tensors))
 
 
 class LoadReport(NamedTuple):
@@ -187,25 +174,33 @@ class LoadReport(NamedTuple):
 # --------------------------------------------------------------------------------------------------------------- read
 
 
-def read(path: str | Path) -> Weights:
+def read(path: str | Path, is_verified: bool = False) -> Weights:
     """Reads the weights at `path`: a file, or the folder of a run, of an export, or of Transformers.
 
     A run's folder stands for its newest intact checkpoint. Raises CheckpointError, a ValueError, if there are no
-    weights.
+    weights. is_verified: the hash of the file has just been compared.
     """
-    is_verified = Path(path).is_dir()  # by `find_checkpoint_file`
-    path = search.find_checkpoint_file(path)
-    raw: Tensors = {}
+    file = search.find_checkpoint_file(path)
+    raw, info = read_file(file, is_verified or Path(path).is_dir())
+    return interpret(file, raw, info)
+
+
+def read_file(path: Path, is_verified: bool = False) -> tuple[Tensors, CheckpointInfo]:
+    """Returns the tensors in a file, and in its further shards, and what it says beside them.
+
+    A tensor is read from the file when it is used.
+    """
+    tensors: Tensors = {}
     for file in search.list_shards(path):
         if file.suffix == ".safetensors":
             part = exported.read_safetensors(file)
         else:
-            part = checkpoint.read_checkpoint(file, is_verified)
-        raw.update(part.weights)
+            part = checkpoint.read_checkpoint(file, is_verified, mmap=True)
+        tensors.update(part.weights)
     info = part.info
     if path.suffix in (".safetensors", ".bin"):
         info = exported.add_config(info, path)
-    return Weights(path, raw, info)
+    return tensors, info
 
 
 @dataclass(frozen=True)
@@ -236,19 +231,18 @@ class FirstWeights:
         return {} if self.weights is None else self.weights.pixels
 
 
-def read_first(
-    source: EncoderSource | None, resumed: CheckpointInfo | None, rgb_bands: Sequence[int] | None, in_chans: int
-) -> FirstWeights:
-    """Reads the weights at `source` for a new run, or what a resumed run has recorded of its first weights.
+def read_first(run: "Run") -> FirstWeights:
+    """Reads the weights that a new run begins with, or what a resumed run has recorded of its own.
 
-    rgb_bands, in_chans: the flags. ValueError if --rgb_bands is missing or has no effect.
+    ValueError if --rgb_bands is missing or has no effect.
     """
-    if resumed is not None:
-        return FirstWeights(None, resumed.settings, rgb_bands or resumed.settings.get("rgb_bands"))
-    if source is None:
-        return FirstWeights(None, {}, choose_rgb_bands(rgb_bands, None, in_chans))
-    weights = read(source.path)
-    return FirstWeights(weights, {}, choose_rgb_bands(rgb_bands, weights.in_chans, in_chans))
+    args = run.args
+    if run.resumed is not None:
+        return FirstWeights(None, run.resumed.settings, args.rgb_bands or run.resumed.settings.get("rgb_bands"))
+    if run.encoder is None:
+        return FirstWeights(None, {}, choose_rgb_bands(args.rgb_bands, None, args.in_chans))
+    weights = read(run.encoder.path, run.need_not_verify)
+    return FirstWeights(weights, {}, choose_rgb_bands(args.rgb_bands, weights.in_chans, args.in_chans))
 
 
 # --------------------------------------------------------------------------------------------------------------- load
@@ -287,7 +281,7 @@ def load_encoder(
     """
     weights = _opened(source)
     if first_release_merging:
-        weights = replace(weights, raw=swap_merging(weights.raw))
+        weights = interpret(weights.path, swap_merging(weights.raw), weights.info)
     fitted = _fit(model, weights, rgb_bands)
     objection = _object_to_head(weights, fitted, model, classes)
     if objection:
@@ -339,9 +333,9 @@ def build(weights: Weights, with_head: bool = True, **sizes: Any) -> tuple[nn.Mo
     with_head: False leaves out the head of a classifier, and the final norm if the file holds none.
     sizes: win over the sizes that were inferred.
     """
+    sizes = {**weights.sizes, **sizes}
     kind = weights.kind
     tensors = weights.tensors
-    sizes = {**weights.sizes, **sizes}
     model: nn.Module
     if with_head and weights.num_classes is not None:
         pools_mean = kind is SWIN or "fc_norm.weight" in tensors
@@ -501,7 +495,7 @@ def _object_to_head(weights: Weights, fitted: _Fitted, model: nn.Module, classes
     for key, value in fitted.fitting.items():
         if key.startswith("head.") and value.shape != model_state[key].shape:
             return f"it has {weights.num_classes} classes, the model {len(model_state[key])}"
-    for i, (theirs, ours) in enumerate(zip(weights.classes or (), classes or (), strict=False)):
+    for i, (theirs, ours) in enumerate(zip(weights.info.classes or (), classes or (), strict=False)):
         if theirs != ours:
             return f"its class {i} is {theirs!r}, the model's {ours!r}"
     return ""

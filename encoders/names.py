@@ -287,13 +287,13 @@ def join_registers(
     if "pos_embed" in weights:
         table = weights["pos_embed"]
         candidates = (num_prefix, 1, 0) if may_lack_positions else (num_prefix,)
-        matches = [rows for rows in candidates if is_grid(table.shape[1] - rows, grid)]
-        if not matches:
+        fitting = [number for number in candidates if is_grid(table.shape[1] - number, grid)]
+        if not fitting:
             return weights, traits
-        rows = matches[0]
-        zeros = table.new_zeros(1, num_prefix - rows, table.shape[2])
-        joined["pos_embed"] = torch.cat([table[:, :rows], zeros, table[:, rows:]], dim=1)
-        has_registers = rows < num_prefix and has_registers
+        num_positions = fitting[0]  # of class token and registers
+        zeros = table.new_zeros(1, num_prefix - num_positions, table.shape[2])
+        joined["pos_embed"] = torch.cat([table[:, :num_positions], zeros, table[:, num_positions:]], dim=1)
+        has_registers = num_positions < num_prefix and has_registers
     traits = dict(traits)
     if has_registers:
         traits["registers"] = True

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from encoders.names import Tensors
 from util.pos_embed import BIAS_TABLE, grid_from_settings, resize_pos_embed
-from util.run.exits import CheckpointError
+from util.run.errors import CheckpointError
 from util.text import count_of
 
 

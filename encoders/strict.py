@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from util.pos_embed import list_empty_tables
-from util.run.exits import CheckpointError
+from util.run.errors import CheckpointError
 from util.text import shorten
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from encoders.kinds import PLAIN
-from encoders.load import Weights, load_encoder, read
+from encoders.load import Weights, interpret, load_encoder, read
 from models_vit import ViTEncoder
 from prmim import TokenOrder
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
@@ -157,7 +157,7 @@ def _open_checkpoint(source: str, img_size: tuple[int, int], patch_size: int) ->
     weights = read(source)
     path = Path(weights.path)
     name = str(path.parent.resolve() / path.name)
-    return _build_teacher(weights, weights.settings, name, search.sha256(path), img_size, patch_size)
+    return _build_teacher(weights, weights.settings, name, search.recorded_sha256(path), img_size, patch_size)
 
 
 def _open_timm_model(name: str, img_size: tuple[int, int], patch_size: int) -> Teacher:
@@ -170,7 +170,7 @@ def _open_timm_model(name: str, img_size: tuple[int, int], patch_size: int) -> T
     if not isinstance(theirs, timm.models.VisionTransformer):
         raise ValueError(f"teacher {name!r} is a {type(theirs).__name__}; a teacher must be a plain ViT")
     settings = {"num_heads": theirs.blocks[0].attn.num_heads}
-    weights = Weights(name, theirs.state_dict(), CheckpointInfo(settings))
+    weights = interpret(name, theirs.state_dict(), CheckpointInfo(settings))
     return _build_teacher(weights, theirs.pretrained_cfg, name, name, img_size, patch_size)
 
 
@@ -184,6 +184,7 @@ def _build_teacher(
 ) -> Teacher:
     """pixels: `mean` and `std` of the teacher's images; by default those of RGB are ImageNet's."""
     label = f"teacher {weights.what}"
+    weights.refuse_dense()
     if weights.kind is not PLAIN:
         raise ValueError(f"{label} is {weights.kind.name}; a teacher must be a plain ViT")
     sizes = weights.sizes

@@ -49,7 +49,7 @@ from util.run.files.record import without_marks
 from util.run.processes.distributed import PRECISIONS, Process, join_processes, precision
 from util.run.start.flags import all_valid_flag
 from util.run.start.folder import own_folder
-from util.run.start.resume import find_encoder
+from util.run.start.resume import identify_encoder
 from util.text import count_of
 
 PROGRAM = "predict.py"
@@ -117,9 +117,8 @@ def refuse_other_tasks(args: argparse.Namespace, task: str) -> None:
 
 def make_predictor(args: argparse.Namespace, process: Process) -> Predictor:
     """Returns what predicts the images that the flags name, by the model of the run. It writes the record."""
-    weights = find_encoder(args.run, False, "run")
-    assert weights is not None
-    trained = load(weights.path)
+    trained = load(args.run)
+    weights = identify_encoder(Path(trained.weights.path))
     task = trained.task
     if task == "encoder":
         raise ValueError(f"RUN {args.run!r} holds an encoder without a head: fine-tune it first")

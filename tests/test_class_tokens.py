@@ -16,7 +16,7 @@ from models_vit import ViTEncoder, vit_micro_patch4
 from scripts import export
 from tests.runs import finetune, pretrain
 from tests.test_models_mae_pr import SIZES, assert_is_slow_mae, official_state_dict, orders, perturbed
-from util.run.exits import CheckpointError
+from util.run.errors import CheckpointError
 
 PIXIO = ["--num_cls_tokens", "3", "--learned_pos_embed", "--mask_unit", "2"]
 PIXIO += ["--drop_path", "0.3", "--no-hflip", "--decoder_depth", "2"]

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import main_pretrain
 import monitor
-from encoders.load import Weights, load_encoder
+from encoders.load import interpret, load_encoder
 from encoders.models_absolute_vit import AbsoluteVisionTransformer, AbsoluteViTEncoder
 from encoders.models_relative_vit import RelativeVisionTransformer, RelativeViTEncoder
 from encoders.models_swin import SwinEncoder, SwinTransformer
@@ -33,6 +33,7 @@ from util.data.transforms import Normalize
 from util.flag import Flag
 from util.pictures import as_rgb
 from util.run.files.checkpoint import save_checkpoint
+from util.run.files.record import CheckpointInfo
 from util.run.train import wrap
 from util.run.train.wrap import recompute_blocks
 
@@ -629,7 +630,7 @@ def test_encoder_moves_to_the_fine_tune_model(name, tmp_path):
     assert set(report.missing) <= {"head.weight", "head.bias", "fc_norm.weight", "fc_norm.bias"}
     encoder_keys = ("patch_embed.", "blocks.", "layers.", "cls_token", "pos_embed")
     assert not [key for key in report.unexpected if key.startswith(encoder_keys)]
-    weights = Weights(path, model.state_dict()).tensors  # with the names of the fine-tune model
+    weights = interpret(path, model.state_dict(), CheckpointInfo()).tensors  # with the names of the fine-tune model
     if "cls_token_mlp.fc1.weight" in weights:
         weights = fold_cls_token(weights)
     common = weights.keys() & tuned.state_dict().keys()

@@ -15,10 +15,15 @@ from tests.scripts.programs import ROOT
 
 PROGRAM = """
 import sys, torch
+sys.path.insert(0, "own")
+import data, run, train
 repo, path = sys.argv[1:]
 model = torch.hub.load(repo, "encoder", source="local", path=path)
 assert not model.training
 assert not {"frameworks", "downstream", "encoders.models_swin", "encoders.rel_pos"} & set(sys.modules)
+of_runs = {name for name in sys.modules if name.startswith("util.run.") and not name.startswith("util.run.files")}
+assert of_runs == {"util.run.errors"}, of_runs
+assert data.OWN and run.OWN and train.OWN
 with torch.inference_mode():
     torch.save(model(torch.zeros(2, 3, 32, 32)), "out.pt")
 """
@@ -26,7 +31,10 @@ with torch.inference_mode():
 
 @torch.inference_mode()
 def test_an_encoder_in_a_process_that_knows_nothing_of_this_project(tmp_path):
-    """It loads only what a ViT needs."""
+    """It loads only what a ViT needs, and nothing of a run but its files. Modules of that process keep their names."""
+    (tmp_path / "own").mkdir()
+    for name in ("data", "run", "train"):
+        (tmp_path / "own" / f"{name}.py").write_text("OWN = True")
     path = pretrained(tmp_path / "run", VIT[0])
     subprocess.run([sys.executable, "-I", "-c", PROGRAM, ROOT, "run"], cwd=tmp_path, check=True)
     model = models_vit.vit_micro_patch4(global_pool="token").eval()

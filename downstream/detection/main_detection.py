@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             return evaluate_only(args, set(parser.given), process, output_dir)
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune") as run:
         with run.set_up():  # an error of the user ends the program in one sentence
-            first = read_first(run.encoder, run.resumed, args.rgb_bands, args.in_chans)
+            first = read_first(run)
             images = open_split(args, "train")
             val_images = open_split(args, "val")
             check_categories(images.categories, val_images, str(images.json_path))

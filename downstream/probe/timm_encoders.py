@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from downstream.probe.models import FrozenEncoder
-from encoders.load import ENCODER_KEYS, read, refuse_foreign
+from encoders.load import ENCODER_KEYS, read_file, refuse_foreign
 from util.data.pixel_format import RGB8
 from util.run.files import search
 from util.text import close_to, shorten
@@ -42,7 +42,8 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
     if path is not None:
         file = search.find_checkpoint_file(path)
         load_timm_weights(network, name, file)
-        stored = read(file).info.pixel_settings
+        _, info = read_file(file)
+        stored = info.pixel_settings
         if stored["mean"] and stored["std"]:
             pixel_settings = {**stored, "pixels": stored["pixels"] or RGB8.dtype}
             whose = f"those of {str(file)!r}"

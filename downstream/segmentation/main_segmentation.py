@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune") as run:
         with run.set_up():  # an error of the user ends the program in one sentence
             process = run.process
-            first = read_first(run.encoder, run.resumed, args.rgb_bands, args.in_chans)
+            first = read_first(run)
             classes = read_classes(args.class_names, args.num_classes)
             images = open_split(args, "train")
             val_images = open_split(args, "val")

@@ -18,7 +18,7 @@ from scripts import export
 from tests.downstream.dense import detect, segment, write_shapes, write_stripes
 from tests.runs import assert_same_state, finetune, losses, pretrain, state
 from tests.test_models_mae_pr import orders
-from util.run.exits import CheckpointError
+from util.run.errors import CheckpointError
 
 SIZES = dict(img_size=32, patch_size=8, embed_dim=96, depth=4, num_heads=3, num_classes=0)
 DINOV3 = dict(init_values=1.0, norm_layer=torch.nn.LayerNorm, use_fc_norm=False, dynamic_img_size=True)  # eps 1e-5

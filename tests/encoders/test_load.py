@@ -14,7 +14,7 @@ from frameworks.models_greenmim_pr import greenmim_swin_micro_patch4_window4
 from frameworks.models_simmim_pr import simmim_vit_micro_patch4
 from models_mae_pr import mae_vit_micro_patch4
 from models_vit import VisionTransformer
-from util.run.exits import CheckpointError
+from util.run.errors import CheckpointError
 from util.run.files.checkpoint import save_checkpoint
 
 SIZES = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3)
@@ -36,17 +36,20 @@ def assert_holds(model, weights, names):
         assert torch.equal(state[name], weights[name]), name
 
 
-@pytest.mark.parametrize("layout", ["model", "state_dict", "bare"])
+@pytest.mark.parametrize("layout", ["model", "state_dict", "bare", "old"])
 def test_load_encoder_accepts_the_usual_layouts(tmp_path, layout):
-    """MAE's releases hold `model` and a pickled argparse.Namespace; timm's files are the state dict itself."""
+    """MAE's releases hold `model` and a pickled argparse.Namespace; timm's files are the state dict itself.
+
+    Files of torch 1.5 and older are no archives, which could be mapped into memory.
+    """
     weights = encoder_weights()
     del weights["head.weight"], weights["head.bias"]
     weights["decoder_embed.weight"] = torch.zeros(3)
     weights["mask_token"] = torch.zeros(1)
     content = weights
-    if layout != "bare":
+    if layout in ("model", "state_dict"):
         content = {layout: weights, "epoch": 799, "args": argparse.Namespace(lr=0.1)}
-    torch.save(content, tmp_path / "w.pth")
+    torch.save(content, tmp_path / "w.pth", _use_new_zipfile_serialization=layout != "old")
     model = a_classifier()
     report = load_encoder(model, tmp_path / "w.pth")
     assert set(report.missing) == {"head.weight", "head.bias", "fc_norm.weight", "fc_norm.bias"}

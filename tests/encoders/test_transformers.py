@@ -10,7 +10,7 @@ from encoders.load import load_blocks, load_encoder, read
 from encoders.trained import load
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import VisionTransformer
-from util.run.exits import CheckpointError
+from util.run.errors import CheckpointError
 
 transformers = pytest.importorskip("transformers")
 

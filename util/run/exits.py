@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from util.host import signal_if_parent_dies
+from util.run.errors import CheckpointError
 from util.text import describe_owner
 
 # Exit codes after which a restart would fail again: user error, values that are not finite, no usable checkpoint.
@@ -22,10 +23,6 @@ TEMPORARY = 75  # exit code (EX_TEMPFAIL): the same command may succeed later
 # Numbers of OSErrors of a path that the user gave. Others, such as a full disk, may pass.
 PATH_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG)
 PERMISSION_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used for its purpose. The message is meant for the user."""
 
 
 def exit_code(error: Exception, is_training: bool = False) -> int:

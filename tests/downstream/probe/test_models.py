@@ -19,7 +19,7 @@ from encoders.load import load_encoder
 from frameworks import registry
 from frameworks.teacher import Teacher
 from models_vit import MICRO, VisionTransformer, vit_micro_patch4, vit_tiny_patch16
-from util.run.exits import CheckpointError
+from util.run.errors import CheckpointError
 from util.run.files.checkpoint import save_checkpoint
 
 VIT = "vit_tiny_patch16_224"

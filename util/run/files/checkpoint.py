@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import os
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any, Literal
 import torch
 
 from util.atomic import replaced_file, sync
-from util.run.exits import CheckpointError
+from util.run.errors import CheckpointError
 from util.run.files.record import Checkpoint, CheckpointInfo
 from util.run.files.search import find_damage, list_finished, read_sidecar, read_sidecar_file, sha256, step_of
 from util.text import describe_owner
@@ -113,20 +114,21 @@ def _write_sidecar(sidecar: Path, size: int, digest: str, meta: Mapping[str, Any
     sidecar.write_text(json.dumps({"size": size, "sha256": digest, "keep": keep, "meta": meta}, indent=1))
 
 
-def read_checkpoint(path: str | Path, is_verified: bool = False) -> Checkpoint:
+def read_checkpoint(path: str | Path, is_verified: bool = False, mmap: bool = False) -> Checkpoint:
     """Reads a file of `torch.save`: a checkpoint of a run, weights of others.
 
     No code in the file is executed. Besides tensors and plain values only `argparse.Namespace` is accepted, which MAE's
     releases contain. Raises ValueError if there is no file, CheckpointError if it is damaged or of another kind, and
     OSError if the storage fails. is_verified: its hash has just been compared with its sidecar, for example by
-    `newest_checkpoint`.
+    `newest_checkpoint`. mmap: map the tensors, so that each is read from the file when it is used.
     """
     path = Path(path)
     with reading(path):
         if not is_verified:
             refuse_damage(path)
+        can_map = mmap and zipfile.is_zipfile(path)  # files of torch 1.5 and older are none
         with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=can_map)
     if not isinstance(content, dict):
         raise CheckpointError(f"{str(path)!r} holds a {type(content).__name__}, not a dict of weights")
     meta = content.get("meta")

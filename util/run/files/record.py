@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from util.run.exits import CheckpointError
+from util.run.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from util.run.exits import CheckpointError
+from util.run.errors import CheckpointError
 from util.run.files.record import CheckpointInfo
 from util.text import shorten
 

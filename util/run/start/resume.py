@@ -14,7 +14,7 @@ import torch
 from util import collectives
 from util.data.datasets import epoch_groups, steps_per_epoch
 from util.flag import Change
-from util.run.exits import CheckpointError
+from util.run.errors import CheckpointError
 from util.run.files import checkpoint, search
 from util.run.files.record import CheckpointInfo, EncoderSource, RunInfo
 from util.run.start.plan import learning_rates
@@ -284,6 +284,8 @@ def find_encoder(path: str | None, is_resumed: bool, flag: str = "finetune") -> 
         raise
     if not file.is_file():
         raise ValueError(f"--{flag} {path!r} does not exist: give a checkpoint, or the folder of a run")
+    if not Path(path).is_dir():  # whose checkpoint is verified
+        checkpoint.refuse_damage(file)
     return identify_encoder(file)
 
 

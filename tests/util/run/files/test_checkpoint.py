@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from encoders.load import read
 from tests.runs import info_of_run
 from util import atomic
-from util.run.exits import CheckpointError
+from util.run.errors import CheckpointError
 from util.run.files import checkpoint, search
 from util.run.files.checkpoint import prune_checkpoints, read_checkpoint, save_checkpoint
 from util.run.files.record import CheckpointInfo

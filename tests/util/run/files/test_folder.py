@@ -10,7 +10,7 @@ from tests.locks import held_by_another_process
 from tests.runs import info_of_run
 from tests.two_processes import run_in_two_processes
 from util import collectives
-from util.run.exits import CheckpointError
+from util.run.errors import CheckpointError
 from util.run.files import checkpoint, lock, search
 from util.run.files.checkpoint import prune_checkpoints, read_checkpoint, save_checkpoint
 from util.run.files.lock import FolderInUse, is_held, lock_folder

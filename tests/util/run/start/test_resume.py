@@ -6,7 +6,7 @@ import torch
 import main_pretrain
 from tests.runs import assert_same_state, info_of_run, pretrain, reports_without_times
 from util.flag import Flag
-from util.run.exits import CheckpointError
+from util.run.errors import CheckpointError
 from util.run.files.checkpoint import save_checkpoint
 from util.run.start.resume import find_changes, read_resumed
 
