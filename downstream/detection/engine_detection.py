@@ -12,6 +12,7 @@ from downstream.detection.data import CocoImages, DetectionBatch, PadAndStack, R
 from downstream.detection.metrics import average_precision
 from downstream.detection.objects import DetectedObject, annotated_objects, coco_results, detections_in_image
 from downstream.detection.pictures import ShownImage, draw_pictures
+from engine_finetune import update
 from util import collectives
 from util.data.datasets import AddressedDataset
 from util.data.pictures import as_picture
@@ -53,16 +54,6 @@ def forward_backward(model: nn.Module, batch: DetectionBatch, micro: int, loop: 
             imgs = pad_with_zeros(loop.normalize(batch[0]), sizes)
             losses = model(imgs, sizes, targets)
         loop.scaled_loss(losses).backward()
-
-
-def update(loop: TrainLoop) -> dict[str, Tensor]:
-    """Steps the optimizer unless the gradient is not finite. Returns scalars that are averaged and logged, too."""
-    loop.scaler.unscale_(loop.optimizer)
-    values = {"grad_norm": loop.total_norm(loop.parameters)}
-    if loop.clip_grad is not None:
-        nn.utils.clip_grads_with_norm_(loop.parameters, loop.clip_grad, values["grad_norm"])
-    loop.step_if_finite(values["grad_norm"])
-    return values
 
 
 def train_one_epoch(model: nn.Module, batches: Iterator[DetectionBatch], steps: range, loop: TrainLoop) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from downstream.pictures import default_colors
 from downstream.segmentation.data import IGNORE, ResizeForEvaluation, SegmentationImages, stack_pairs
 from downstream.segmentation.metrics import count_pixels, segmentation_scores
+from engine_finetune import update
 from util import collectives
 from util.data.datasets import AddressedDataset
 from util.data.invalid_pixels import invalid_everywhere
@@ -83,16 +84,6 @@ def forward_backward(
             logits = model(loop.normalize(imgs))
         losses = segmentation_losses(logits, labels, mean_over_valid)
         loop.scaled_loss(losses).backward()
-
-
-def update(loop: TrainLoop) -> dict[str, Tensor]:
-    """Steps the optimizer unless the gradient is not finite. Returns scalars that are averaged and logged, too."""
-    loop.scaler.unscale_(loop.optimizer)
-    values = {"grad_norm": loop.total_norm(loop.parameters)}
-    if loop.clip_grad is not None:
-        nn.utils.clip_grads_with_norm_(loop.parameters, loop.clip_grad, values["grad_norm"])
-    loop.step_if_finite(values["grad_norm"])
-    return values
 
 
 def train_one_epoch(
