@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -234,16 +235,23 @@ def test_a_read_only_folder(photos, small_disk, capsys):
 def test_a_signal_after_a_failed_save(photos, tmp_path, monkeypatch, before_step):
     save = checkpoint.save_checkpoint
     failures = []
+    is_training_on = threading.Event()
 
     def full_once(output_dir, step, *args):
         if step == 3 and not failures:
+            assert is_training_on.wait(240)
             os.kill(os.getpid(), signal.SIGTERM)
             failures.append(step)
             raise OSError(28, "No space left on device")
         return save(output_dir, step, *args)
 
     monkeypatch.setattr(checkpoint, "save_checkpoint", full_once)
-    before_step(3, lambda: wait_until(lambda: failures))  # the saver's thread may be late
+
+    def wait_for_failure():
+        is_training_on.set()
+        wait_until(lambda: failures)
+
+    before_step(3, wait_for_failure)
     assert pretrain(photos, tmp_path / "out")["meta"]["step"] == 4  # it stops after the next step
     assert failures == [3]
 
