@@ -284,22 +284,12 @@ def truth(tmp_path):
     return json.loads((root / "annotations" / "instances_val2017.json").read_text())
 
 
-def detections_of(truth, shift=0.0, score=0.9):
-    """The true objects as detections, moved to the right by a share of their width."""
-    images = {image["id"]: image for image in truth["images"]}
+def detections_of(truth):
+    """The true boxes as detections."""
     results = []
     for annotation in truth["annotations"]:
-        x, y, w, h = annotation["bbox"]
-        image = images[annotation["image_id"]]
-        mask = decode_mask(annotation["segmentation"], image["height"], image["width"])
-        result = {
-            "image_id": image["id"],
-            "category_id": annotation["category_id"],
-            "score": score,
-            "bbox": [x + shift * w, y, w, h],
-            "segmentation": encode_mask(mask.astype(bool)),
-        }
-        results.append(result)
+        result = {name: annotation[name] for name in ("image_id", "category_id", "bbox")}
+        results.append({**result, "score": 0.9})
     return results
 
 
