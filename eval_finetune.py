@@ -18,7 +18,7 @@ from util.data.transforms import ResizeCenterCrop
 from util.evaluate import robustness
 from util.evaluate.context import context_of_flags
 from util.evaluate.results import Evaluation, accuracy_text, finish_evaluation
-from util.run.files import search
+from util.run.files import checkpoint
 from util.run.files.record import INVALID_SETTINGS, CheckpointInfo, without_marks
 from util.run.processes.distributed import Process, precision
 from util.run.start.plan import check_same
@@ -128,7 +128,7 @@ def evaluate_set(
 
 
 def evaluate_corruptions(
-    checkpoint: Path,
+    weights: Path,
     protocol: Mapping[str, Any],
     folders: Mapping[str, Path],
     score: Callable[[Path], dict[str, float]],
@@ -137,8 +137,8 @@ def evaluate_corruptions(
     """Evaluates a classifier on the folders of ImageNet-C, with `score`. Each result is saved, and none is repeated."""
     if output_dir is None:
         raise ValueError("--eval_set imagenet_c takes hours and continues after a stop: give --output_dir")
-    sha256 = collectives.run_on_rank0(lambda: search.recorded_sha256(checkpoint))
-    results = robustness.open_results(output_dir / robustness.RESULTS, str(checkpoint), sha256, protocol)
+    sha256 = collectives.run_on_rank0(lambda: checkpoint.recorded_sha256(weights))
+    results = robustness.open_results(output_dir / robustness.RESULTS, str(weights), sha256, protocol)
     for name in results.missing(folders):
         results.add(name, score(folders[name]))
         print_on_rank0(f"{name}: {accuracy_text(results.parts[name])}")

@@ -43,7 +43,7 @@ from encoders.resize import check_cls_tokens, choose_rgb_bands, fit_patch_embed,
 from models_vit import traits_in
 from util.pos_embed import BIAS_TABLE, grid_from_settings, height_and_width
 from util.run.errors import CheckpointError
-from util.run.files import checkpoint, search
+from util.run.files import checkpoint
 from util.run.files.record import CheckpointInfo
 from util.text import shorten
 
@@ -180,7 +180,7 @@ def read(path: str | Path, is_verified: bool = False) -> Weights:
     A run's folder stands for its newest intact checkpoint. Raises CheckpointError, a ValueError, if there are no
     weights. is_verified: the hash of the file has just been compared.
     """
-    file = search.find_checkpoint_file(path)
+    file = checkpoint.find_checkpoint_file(path)
     raw, info = read_file(file, is_verified or Path(path).is_dir())
     return interpret(file, raw, info)
 
@@ -191,7 +191,7 @@ def read_file(path: Path, is_verified: bool = False) -> tuple[Tensors, Checkpoin
     A tensor is read from the file when it is used.
     """
     tensors: Tensors = {}
-    for file in search.list_shards(path):
+    for file in exported.list_shards(path):
         if file.suffix == ".safetensors":
             part = exported.read_safetensors(file)
         else:

@@ -14,7 +14,7 @@ from encoders.load import Weights, interpret, load_encoder, read
 from models_vit import ViTEncoder
 from prmim import TokenOrder
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
-from util.run.files import search
+from util.run.files import checkpoint
 from util.run.files.record import CheckpointInfo
 from util.text import close_to
 
@@ -157,7 +157,7 @@ def _open_checkpoint(source: str, img_size: tuple[int, int], patch_size: int) ->
     weights = read(source)
     path = Path(weights.path)
     name = str(path.parent.resolve() / path.name)
-    return _build_teacher(weights, weights.settings, name, search.recorded_sha256(path), img_size, patch_size)
+    return _build_teacher(weights, weights.settings, name, checkpoint.recorded_sha256(path), img_size, patch_size)
 
 
 def _open_timm_model(name: str, img_size: tuple[int, int], patch_size: int) -> Teacher:

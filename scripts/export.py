@@ -58,7 +58,7 @@ from util.code_version import code_version
 from util.flag import Flag
 from util.run.cli import Parser
 from util.run.exits import run_program, user_errors
-from util.run.files import search
+from util.run.files import checkpoint
 
 TORCH_SUFFIX = ".pt2"
 SUFFIXES = {"timm": ("", ".safetensors", ".pth"), "torch": (TORCH_SUFFIX,)}  # of --out; "" is a folder
@@ -222,7 +222,7 @@ def write_card(path: Path, trained: Trained, title: str, contents: str) -> None:
         usage=timm_call(f"local-dir:{title}", pretrained=True),
         contents=contents,
         source=source.name,
-        sha256=search.recorded_sha256(source),
+        sha256=checkpoint.recorded_sha256(source),
         code=code_version(),
         settings=json.dumps(settings, indent=1),
     )
@@ -247,7 +247,7 @@ def check_out(path: Path, layout: str, source: Path, overwrite: bool) -> None:
 def export(source: str | Path, out: str | Path, overwrite: bool = False, layout: str = "timm") -> list[str]:
     """Exports the model at `source`, see `encoders.trained.load`. Returns the lines that describe `out`."""
     out = Path(out)
-    check_out(out, layout, search.find_checkpoint_file(source), overwrite)
+    check_out(out, layout, checkpoint.find_checkpoint_file(source), overwrite)
     writers = {"timm": export_timm, "torch": export_torch}
     return writers[layout](load(source), out)
 

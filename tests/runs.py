@@ -22,8 +22,8 @@ import main_finetune
 import main_pretrain
 from tests.until import wait_until
 from tests.warm import Python, torchrun
+from util.run.files.checkpoint import newest_checkpoint
 from util.run.files.record import CheckpointInfo, DataInfo, RunInfo, StartInfo
-from util.run.files.search import newest_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAIN = ["--aa", "none", "--mixup", "0", "--cutmix", "0", "--reprob", "0", "--drop_path", "0"]

@@ -6,8 +6,7 @@ import re
 import pytest
 
 from tests.runs import ROOT
-from util.run.files.checkpoint import read_checkpoint
-from util.run.files.search import sha256
+from util.run.files.checkpoint import read_checkpoint, sha256
 
 DEMO = ROOT / "demo"
 

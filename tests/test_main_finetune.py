@@ -37,8 +37,7 @@ from util.data.pretrain_augment import make_augmentation
 from util.data.transforms import Normalize, ResizeCenterCrop
 from util.evaluate import evaluator
 from util.run.files import checkpoint
-from util.run.files.checkpoint import save_checkpoint
-from util.run.files.search import newest_checkpoint
+from util.run.files.checkpoint import newest_checkpoint, save_checkpoint
 from util.run.train.saving import CheckpointSaver
 
 

@@ -25,7 +25,7 @@ from tests.warm import run_by_torchrun
 from util.data.datasets import AddressedDataset, permutation
 from util.data.open import open_images
 from util.data.transforms import RandomResizedCropFlip
-from util.run.files.search import newest_checkpoint
+from util.run.files.checkpoint import newest_checkpoint
 from util.run.processes import distributed
 from util.run.start.plan import Plan
 from util.run.train import training as training_module

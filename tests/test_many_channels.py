@@ -16,8 +16,7 @@ from tests.util.data.test_pixel_format import pixels, write_tiff
 from util.data.open import open_images
 from util.data.pixel_format import PixelFormat
 from util.data.statistics import measure_statistics
-from util.run.files.checkpoint import read_info, save_checkpoint
-from util.run.files.search import newest_checkpoint
+from util.run.files.checkpoint import newest_checkpoint, read_info, save_checkpoint
 
 pretrain = runs.pretrain.also("--batch_size 4")
 finetune = runs.finetune.also("--batch_size 4")

@@ -18,7 +18,7 @@ from util.data.transforms import Normalize, ResizeCenterCrop
 from util.evaluate.features import Features
 from util.evaluate.knn import KnnProtocol, knn_accuracy
 from util.evaluate.moments import moments_of_all
-from util.run.files.search import newest_checkpoint
+from util.run.files.checkpoint import newest_checkpoint
 
 KNN = ("--knn_every", 1)
 ACCURACIES = ("knn_top1", "knn_mean_raw_top1", "knn_cls_z_top1", "knn_cls_raw_top1")

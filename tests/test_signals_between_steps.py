@@ -10,7 +10,7 @@ from tests.downstream.dense import detect, segment, write_shapes, write_stripes
 from tests.runs import assert_same_state, finetune, pretrain, reports, reports_without_times, state
 from util.evaluate import context as evaluation_context
 from util.evaluate.evaluator import Evaluator
-from util.run.files.search import list_finished, step_of
+from util.run.files.checkpoint import list_finished, step_of
 from util.run.train import saving
 from util.run.train.loop import TrainLoop
 

@@ -13,7 +13,7 @@ import submitit_launch
 from tests.runs import children_of, pretrain, refused, reports
 from tests.until import wait_until
 from util import code_version
-from util.run.files.search import newest_checkpoint
+from util.run.files.checkpoint import newest_checkpoint
 
 
 def write_program(path, line):

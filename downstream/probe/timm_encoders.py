@@ -11,7 +11,7 @@ from torch import nn
 from downstream.probe.models import FrozenEncoder
 from encoders.load import ENCODER_KEYS, read_file, refuse_foreign
 from util.data.pixel_format import RGB8
-from util.run.files import search
+from util.run.files import checkpoint
 from util.text import close_to, shorten
 
 
@@ -40,7 +40,7 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
     pixel_settings = {"pixels": RGB8.dtype, "mean": config["mean"], "std": config["std"]}
     whose = f"timm's for {name}"
     if path is not None:
-        file = search.find_checkpoint_file(path)
+        file = checkpoint.find_checkpoint_file(path)
         load_timm_weights(network, name, file)
         _, info = read_file(file)
         stored = info.pixel_settings

@@ -19,10 +19,9 @@ from tests.locks import held_by_another_process
 from tests.runs import assert_same_state, finetune, pretrain, refused, reports
 from tests.until import wait_until
 from tests.warm import Python
-from util.run.files import checkpoint, search
-from util.run.files.checkpoint import prune_checkpoints, save_checkpoint
+from util.run.files import checkpoint
+from util.run.files.checkpoint import newest_checkpoint, prune_checkpoints, save_checkpoint
 from util.run.files.json_files import read_json, record_failure, write_state
-from util.run.files.search import newest_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,7 +32,7 @@ def test_a_run_without_its_checkpoints_is_set_aside(labelled, tmp_path, capsys):
     before = {}
     for name in ("log.jsonl", "settings.json", "results.json", "checkpoint-best.pth", "checkpoint-best.json"):
         before[name] = (out / name).read_bytes()
-    for path in search.list_checkpoints(out):
+    for path in checkpoint.list_checkpoints(out):
         path.unlink()
         path.with_suffix(".json").unlink()
     (out / ".lock").unlink()

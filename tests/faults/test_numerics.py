@@ -8,12 +8,12 @@ import torch
 from downstream.probe import main_probe
 from scripts import export, visualize
 from tests.runs import assert_same_state, finetune, pretrain, refused
-from util.run.files import search
-from util.run.files.search import newest_checkpoint
+from util.run.files import checkpoint
+from util.run.files.checkpoint import newest_checkpoint
 
 
 def steps_in(folder):
-    return [search.step_of(path) for path in search.list_finished(folder)]
+    return [checkpoint.step_of(path) for path in checkpoint.list_finished(folder)]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.runs import assert_same_state, finish, pretrain, reports, state
 from tests.two_processes import run_in_two_processes
 from tests.warm import Python
 from util.run import exits
-from util.run.files.search import list_checkpoints, newest_checkpoint, read_sidecar, step_of
+from util.run.files.checkpoint import list_checkpoints, newest_checkpoint, read_sidecar, step_of
 from util.run.processes import distributed
 from util.run.start import run
 

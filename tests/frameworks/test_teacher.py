@@ -13,8 +13,7 @@ from models_mae_pr import mae_vit_micro_patch4
 from models_vit import vit_micro_patch4, vit_mini_patch4
 from prmim import TokenOrder
 from tests.test_models_mae_pr import orders, perturbed
-from util.run.files.checkpoint import save_checkpoint
-from util.run.files.search import sha256
+from util.run.files.checkpoint import save_checkpoint, sha256
 
 TIMM = dict(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=3, num_classes=0)
 

@@ -16,8 +16,7 @@ from scripts import export
 from tests.frameworks.test_models_tec_pr import ENCODER, build
 from tests.runs import assert_same_state, contents, evaluate, finetune, pretrain
 from tests.test_models_vit import scale_and_decay
-from util.run.files.checkpoint import save_checkpoint
-from util.run.files.search import newest_checkpoint
+from util.run.files.checkpoint import newest_checkpoint, save_checkpoint
 
 AS_RELEASED = ("--cls_token_mlp", "--no-train_pos_embed", "--no-cls_token_layer_decay", "--layer_decay", 0.5)
 MICRO = ("--model", "vit_micro_patch4")

@@ -25,7 +25,7 @@ from util.data.attention_maps import AttentionMaps, Squash, maps_path
 from util.data.datasets import AddressedDataset, StepBatchSampler, permutation
 from util.data.images import FolderImages
 from util.data.transforms import Normalize, RandomResizedCropFlip
-from util.run.files.search import list_checkpoints
+from util.run.files.checkpoint import list_checkpoints
 from util.run.train.loop import TrainLoop
 
 # Four epochs of three steps, with new maps after each of the first three.

@@ -15,7 +15,7 @@ from util import collectives
 from util.data.datasets import epoch_groups, steps_per_epoch
 from util.flag import Change
 from util.run.errors import CheckpointError
-from util.run.files import checkpoint, search
+from util.run.files import checkpoint
 from util.run.files.record import CheckpointInfo, EncoderSource, RunInfo
 from util.run.start.plan import learning_rates
 
@@ -35,7 +35,7 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, l
     folder of a run (its newest good checkpoint), or "auto" or "none" for a run from scratch. Raises CheckpointError if
     the folder holds finished checkpoints but no good one.
     """
-    path, skipped = search.newest_checkpoint(output_dir)
+    path, skipped = checkpoint.newest_checkpoint(output_dir)
     remarks = [f"skipped a checkpoint, {reason}" for reason in skipped]
     named = None if resume in ("auto", "none") else Path(resume).resolve()
     if path is not None:
@@ -50,7 +50,7 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, l
                 f"to start anew or from another checkpoint, choose another --output_dir"
             )
         return path, remarks
-    if search.list_finished(output_dir):
+    if checkpoint.list_finished(output_dir):
         raise CheckpointError(
             f"no checkpoint in {str(output_dir)!r} is intact ({'; '.join(skipped)}); remove them to start over"
         )
@@ -58,7 +58,7 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, l
         if skipped:
             remarks.append("warning: the run starts from step 0")
         return None, remarks
-    path = search.find_checkpoint_file(resume)
+    path = checkpoint.find_checkpoint_file(resume)
     checkpoint.refuse_damage(path)
     return path, remarks
 
@@ -277,7 +277,7 @@ def find_encoder(path: str | None, is_resumed: bool, flag: str = "finetune") -> 
     if path is None or (is_resumed and not Path(path).exists()):
         return None
     try:
-        file = search.find_checkpoint_file(path)
+        file = checkpoint.find_checkpoint_file(path)
     except CheckpointError:  # an empty folder
         if is_resumed:
             return None
@@ -292,8 +292,8 @@ def find_encoder(path: str | None, is_resumed: bool, flag: str = "finetune") -> 
 def identify_encoder(path: Path) -> EncoderSource:
     """Returns path, SHA-256, and progress of the checkpoint at `path`, if it lies beside its sidecar."""
     named = path.parent.resolve() / path.name  # the file itself may be a link to a name that tells nothing
-    sha256 = search.recorded_sha256(path)
-    info = search.read_sidecar(path)
+    sha256 = checkpoint.recorded_sha256(path)
+    info = checkpoint.read_sidecar(path)
     if info is None or info.run is None:
         return EncoderSource(str(named), sha256)
     return EncoderSource(str(named), sha256, info.run.step, info.run.epoch, info.settings["epochs"])

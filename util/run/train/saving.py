@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from util.collectives import all_reduce_sum, run_on_rank0
-from util.run.files import checkpoint, search
+from util.run.files import checkpoint
 from util.run.files.json_files import write_state
 from util.run.files.record import CheckpointInfo
 from util.run.processes.supervise import SETUP_TIMEOUT
@@ -296,8 +296,8 @@ class CheckpointSaver:
         if not isinstance(error, FloatingPointError):
             return ""
         # A finite step has followed these: the last one, after which the weights have not changed any more.
-        finished = search.list_finished(self.output_dir)
-        good = [path for path in finished if search.step_of(path) < self.step_of_weights()]
+        finished = checkpoint.list_finished(self.output_dir)
+        good = [path for path in finished if checkpoint.step_of(path) < self.step_of_weights()]
         if not good:
             return ". No checkpoint of this run has a finite loss: start again in another --output_dir"
         return (

@@ -11,10 +11,18 @@ from encoders.load import read
 from tests.runs import info_of_run
 from util import atomic
 from util.run.errors import CheckpointError
-from util.run.files import checkpoint, search
-from util.run.files.checkpoint import prune_checkpoints, read_checkpoint, save_checkpoint
+from util.run.files import checkpoint
+from util.run.files.checkpoint import (
+    find_checkpoint_file,
+    list_checkpoints,
+    list_finished,
+    newest_checkpoint,
+    prune_checkpoints,
+    read_checkpoint,
+    read_sidecar,
+    save_checkpoint,
+)
 from util.run.files.record import CheckpointInfo
-from util.run.files.search import find_checkpoint_file, list_checkpoints, list_finished, newest_checkpoint, read_sidecar
 
 
 def save(folder, step, value=0.0, **meta):
@@ -22,7 +30,7 @@ def save(folder, step, value=0.0, **meta):
 
 
 def test_the_hash_is_that_of_the_file_which_is_not_read_for_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(search, "sha256", lambda path: pytest.fail("the file was read"))
+    monkeypatch.setattr(checkpoint, "sha256", lambda path: pytest.fail("the file was read"))
     path = save_checkpoint(tmp_path, 1, {"model": {"w": torch.randn(300, 1000), "b": torch.zeros(0)}}, {})
     record = json.loads(path.with_suffix(".json").read_text())
     content = path.read_bytes()
@@ -149,7 +157,7 @@ def test_a_kill_while_pruning_leaves_no_checkpoint_without_a_record(tmp_path, mo
             super().unlink(**options)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(search, "Path", KilledPath)
+        patch.setattr(checkpoint, "Path", KilledPath)
         prune_checkpoints(tmp_path, [2, 3])
     assert list_finished(tmp_path) == list_checkpoints(tmp_path)
     prune_checkpoints(tmp_path, [2, 3])

@@ -11,7 +11,7 @@ from tests.runs import info_of_run
 from tests.two_processes import run_in_two_processes
 from util import collectives
 from util.run.errors import CheckpointError
-from util.run.files import checkpoint, lock, search
+from util.run.files import checkpoint, lock
 from util.run.files.checkpoint import prune_checkpoints, read_checkpoint, save_checkpoint
 from util.run.files.lock import FolderInUse, is_held, lock_folder
 from util.run.start.resume import find_checkpoint
@@ -76,14 +76,14 @@ def test_rank_0_hashes_a_checkpoint_once(tmp_path, monkeypatch, rank, is_named, 
     if is_named:
         out = tmp_path / "out"
         out.mkdir()
-    sha256 = search.sha256
+    sha256 = checkpoint.sha256
     hashed = []
 
     def note(path):
         hashed.append(path)
         return sha256(path)
 
-    monkeypatch.setattr(search, "sha256", note)
+    monkeypatch.setattr(checkpoint, "sha256", note)
     path, _ = find_checkpoint(out, str(saved))
     checkpoint.read_checkpoint(path, is_verified=rank == 0)
     assert hashed == [saved] * num_hashes

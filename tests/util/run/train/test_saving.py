@@ -15,8 +15,7 @@ from tests.two_processes import run_in_two_processes
 from util import atomic
 from util.data.transforms import Normalize
 from util.run.files import checkpoint
-from util.run.files.checkpoint import save_checkpoint
-from util.run.files.search import list_finished, step_of
+from util.run.files.checkpoint import list_finished, save_checkpoint, step_of
 from util.run.processes.distributed import Process
 from util.run.start import folder as folder_module
 from util.run.start.folder import check_space, checkpoint_bytes
