@@ -25,10 +25,10 @@ for _name in models_vit.__all__:
 
 # What encoders have that MAE's have not, in messages: see `models_vit.TRAITS`.
 TRAITS_IN_WORDS = {
-    "rotary": "rotary positions, as DINOv3's",
-    "registers": "registers, as DINO's",
+    "rotary": "rotary positions (DINOv3)",
+    "registers": "registers (DINOv2, DINOv3)",
     "num_cls_tokens": "several class tokens",
-    "layer_scale": "layer scales, as DINO's",
+    "layer_scale": "layer scales (DINOv2, DINOv3)",
 }
 
 
@@ -40,7 +40,7 @@ def choose_traits(settings: Mapping[str, Any], accepted: Collection[str], task: 
     traits = models_vit.traits_in(settings)
     for name, words in TRAITS_IN_WORDS.items():
         if name in traits and name not in accepted:
-            raise ValueError(f"{task} takes no encoder with {words}, which its first weights are")
+            raise ValueError(f"{task} cannot start from an encoder with {words}")
     return traits
 
 
