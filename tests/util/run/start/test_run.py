@@ -12,8 +12,9 @@ from monitor import Monitor
 from tests.runs import pretrain, reports
 from util.run.processes.distributed import Process
 from util.run.start import run as run_module
-from util.run.train import meter
+from util.run.train import meter, saving
 from util.run.train.loop import TrainLoop
+from util.run.train.saving import CheckpointSaver
 
 
 def test_work_between_steps_does_not_count_as_training_time(photos, tmp_path, monkeypatch):
@@ -34,6 +35,29 @@ def test_work_between_steps_does_not_count_as_training_time(photos, tmp_path, mo
     monkeypatch.setattr(Monitor, "is_due", lambda monitor: True)
     pretrain(photos, tmp_path, "--knn_every", 1, "--picture_every", 0, "--save_steps", 1)
     assert [report["seconds_per_step"] for report in reports(tmp_path)] == [1] * 6
+
+
+def test_a_run_saves_by_time_at_its_reports(photos, tmp_path, monkeypatch):
+    """A step takes 70 s. Two minutes are over at every second one, where the run reports; epochs have three."""
+    now = [0.0]
+    set_rates = TrainLoop.set_rates
+    save = CheckpointSaver.save
+    steps = []
+
+    def step(training_loop, number):
+        set_rates(training_loop, number)
+        now[0] += 70
+
+    def save_and_wait(saver, final=False):
+        save(saver, final)
+        saver.finish()
+        steps.append(saver.saved_steps[-1])
+
+    monkeypatch.replace_in(saving, "time.monotonic", lambda: now[0])
+    monkeypatch.setattr(TrainLoop, "set_rates", step)
+    monkeypatch.setattr(CheckpointSaver, "save", save_and_wait)
+    pretrain(photos, tmp_path, "--epochs", 3, "--save_minutes", 2, "--save_steps", 0, "--print_freq", 2)
+    assert sorted(set(steps)) == [0, 2, 4, 6, 8, 9]
 
 
 def test_a_signal_in_the_last_step_leaves_what_is_due_to_the_next_start(photos, tmp_path, before_step):
