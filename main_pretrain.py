@@ -46,8 +46,8 @@ from util.run.start.run import Run
 from util.run.train.bad_images import BadImages
 from util.run.train.logging import open_log
 from util.run.train.loop import TrainLoop
+from util.run.train.reports import Measure
 from util.run.train.saving import CheckpointSaver
-from util.run.train.step_reports import Measure
 from util.run.train.training import BetweenSteps, TrainSteps, end_check, train
 from util.run.train.wrap import wrap_model
 from util.text import count_of, shorten

@@ -14,8 +14,8 @@ from util import collectives
 from util.data.transforms import Normalize
 from util.run.processes import distributed, supervise
 from util.run.processes.distributed import Process
-from util.run.train import meter as meter_module
-from util.run.train.meter import Meter
+from util.run.train import reports as reports_module
+from util.run.train.reports import Meter
 
 CPU = torch.device("cpu")
 
@@ -293,7 +293,7 @@ def test_a_rank_continues_its_own_sums_and_the_mean_in_another_world_size(world_
     second = a_meter(6.0)
     state = first.state_dict()
     state["sums"] = torch.cat([state["sums"], second.state_dict()["sums"]])
-    monkeypatch.setattr(meter_module, "rank_and_world_size", lambda: (1, world_size))
+    monkeypatch.setattr(reports_module, "rank_and_world_size", lambda: (1, world_size))
     first.load_state_dict(state)
     assert first.means(first.since_report)["a"] == loss
 

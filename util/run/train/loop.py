@@ -24,9 +24,8 @@ from util.run.processes.supervise import BatchesAhead, Stopped, StopSignal
 from util.run.start.plan import RunSchedule
 from util.run.start.run import Run
 from util.run.train.logging import RunLog
-from util.run.train.meter import Clock, Meter
+from util.run.train.reports import Clock, Measure, Meter, StepReports
 from util.run.train.step_graphs import ForwardBackward, StepGraphs, Update
-from util.run.train.step_reports import Measure, StepReports
 from util.text import count_of
 
 

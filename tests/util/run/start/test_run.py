@@ -12,7 +12,8 @@ from monitor import Monitor
 from tests.runs import pretrain, reports
 from util.run.processes.distributed import Process
 from util.run.start import run as run_module
-from util.run.train import meter, saving
+from util.run.train import reports as reports_module
+from util.run.train import saving
 from util.run.train.loop import TrainLoop
 from util.run.train.saving import CheckpointSaver
 
@@ -29,7 +30,7 @@ def test_work_between_steps_does_not_count_as_training_time(photos, tmp_path, mo
     def perform(monitor):
         now[0] += 3600
 
-    monkeypatch.replace_in(meter, "time.perf_counter", lambda: now[0])
+    monkeypatch.replace_in(reports_module, "time.perf_counter", lambda: now[0])
     monkeypatch.setattr(TrainLoop, "set_rates", step)
     monkeypatch.setattr(Monitor, "perform", perform)
     monkeypatch.setattr(Monitor, "is_due", lambda monitor: True)
@@ -83,18 +84,7 @@ def test_a_signal_in_the_last_step_leaves_what_is_due_to_the_next_start(photos, 
         (9, 1, False),
     ],
 )
-def test_one_process_of_each_node_hashes_the_checkpoint(monkeypatch, tmp_path, rank, local_rank, hashes):
+def test_one_process_of_each_node_hashes_the_checkpoint(rank, local_rank, hashes):
     """Rank 0 has done so before."""
-    monkeypatch.setattr(run_module, "restore", lambda path, is_verified, *_: is_verified)
-    for name in ("find_changes", "find_notes"):
-        monkeypatch.setattr(run_module, name, lambda *_: [])
-    this = Namespace(
-        process=Process(torch.device("cpu"), rank, 16, 8, local_rank),
-        resume_path=tmp_path,
-        args=Namespace(allow_changes=True),
-        parser=Namespace(changes={}, flags_chosen=dict),
-        plan=None,
-        first_step=0,
-        note=lambda *_: None,
-    )
-    assert run_module.Run._restore(this, None, None, None, None) == (not hashes)
+    this = Namespace(process=Process(torch.device("cpu"), rank, 16, 8, local_rank))
+    assert run_module.Run.need_not_verify.fget(this) == (not hashes)
