@@ -42,6 +42,11 @@ class Process:
         """Whether this is rank 0."""
         return self.rank == 0
 
+    @property
+    def need_not_verify(self) -> bool:
+        """Whether the hash of a file has been compared: by rank 0 at first, then by one process of each other node."""
+        return self.is_main or self.local_rank > 0
+
 
 def init_process(device: str = "auto", timeout_minutes: float = 30, join_timeout: float = 600) -> Process:
     """Joins the process group that the environment of torchrun or srun describes (nccl on GPUs, else gloo).

@@ -135,11 +135,6 @@ class Run:
         return self.resume_path is not None and not self.began_elsewhere
 
     @property
-    def need_not_verify(self) -> bool:
-        """Whether the hash of a file is compared elsewhere: on rank 0, and on other nodes by one process of each."""
-        return self.process.is_main or self.process.local_rank > 0
-
-    @property
     def first_step(self) -> int:
         """The number of optimizer steps that are done already."""
         if self.resumed is None or self.resumed.run is None:
@@ -308,7 +303,7 @@ class Run:
         changes = find_changes(resumed, info, flag_changes, self.parser.flags_chosen())
         if not self.args.allow_changes:
             refuse_changes(changes, path)
-        state = restore(path, self.need_not_verify, model, optimizer)
+        state = restore(path, self.process.need_not_verify, model, optimizer)
         for change in changes:
             self.note(f"warning: {change}")
         self.note(*find_notes(resumed, info, flag_changes))
