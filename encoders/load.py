@@ -239,9 +239,9 @@ def read_first(run: "Run") -> FirstWeights:
     args = run.args
     if run.resumed is not None:
         return FirstWeights(None, run.resumed.settings, args.rgb_bands or run.resumed.settings.get("rgb_bands"))
-    if run.encoder is None:
+    if run.first_weights is None:
         return FirstWeights(None, {}, choose_rgb_bands(args.rgb_bands, None, args.in_chans))
-    weights = read(run.encoder.path, run.process.need_not_verify)
+    weights = read(run.first_weights.path, run.process.need_not_verify)
     return FirstWeights(weights, {}, choose_rgb_bands(args.rgb_bands, weights.in_chans, args.in_chans))
 
 

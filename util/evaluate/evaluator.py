@@ -70,7 +70,7 @@ class Evaluator:
             return
         if result.picture is not None:
             loop.log.picture(self.picture_name, result.picture, step)
-        facts["encoder"] = None if run.encoder is None else asdict(run.encoder)
+        facts["encoder"] = None if run.first_weights is None else asdict(run.first_weights)
         try:
             write_results(run.output_dir, last, result.details, **facts)
         except OSError as error:

@@ -47,8 +47,8 @@ class Run:
     """One start of a run, in one process: what is known before its model is there.
 
     program: the main, for example "main_pretrain.py". resume_path: the checkpoint that the run continues from. resumed:
-    what it says, None for a new run. encoder_flag: name of the flag that gives the first weights. encoder: the
-    checkpoint whose weights the run begins with, or began with. notes: for the log, which opens later.
+    what it says, None for a new run. encoder_flag: name of the flag that gives the first weights. first_weights:
+    the checkpoint whose weights the run begins with, or began with. notes: for the log, which opens later.
     """
 
     parser: Parser
@@ -62,7 +62,7 @@ class Run:
     watchdog: Watchdog
     resumed: CheckpointInfo | None
     encoder_flag: str
-    encoder: EncoderSource | None
+    first_weights: EncoderSource | None
     notes: list[str]
 
     @classmethod
@@ -102,7 +102,7 @@ class Run:
                 resume_path, remarks = collectives.run_on_rank0(lambda: find_checkpoint(output_dir, args.resume))
                 origin = describe_start(program, argv)
                 resumed = read_resumed(resume_path, program, plan.total_batch_size)
-                encoder, encoder_notes = find_first_weights(getattr(args, encoder_flag), encoder_flag, resumed)
+                first_weights, weights_notes = find_first_weights(getattr(args, encoder_flag), encoder_flag, resumed)
                 watchdog.set_up("images")
             yield cls(
                 parser=parser,
@@ -116,8 +116,8 @@ class Run:
                 watchdog=watchdog,
                 resumed=resumed,
                 encoder_flag=encoder_flag,
-                encoder=encoder,
-                notes=[*notes, *remarks, *encoder_notes],
+                first_weights=first_weights,
+                notes=[*notes, *remarks, *weights_notes],
             )
 
     def set_up(self) -> AbstractContextManager[None]:
@@ -153,8 +153,8 @@ class Run:
         if self.resumed is not None:
             return
         self.watchdog.set_up("first weights")
-        if self.encoder is not None:
-            self.note(f"encoder from {self.encoder.path}: {load(weights)}", *self.encoder.warnings())
+        if self.first_weights is not None:
+            self.note(f"encoder from {self.first_weights.path}: {load(weights)}", *self.first_weights.warnings())
         elif note_without:
             self.note(note_without)
 
@@ -239,7 +239,7 @@ class Run:
             torch=torch.__version__,
             optimizer=type(optimizer).__name__,
             origin=replace(self.origin, started_from=self._find_beginning()),
-            encoder=self.encoder,
+            encoder=self.first_weights,
             files=dict(files or {}),
         )
         all_settings = self.resolved_settings(images, schedule, statistics, settings)
