@@ -84,7 +84,7 @@ def train_one_epoch(
             batch = loop.next_batch(batches, micro)
             forward_backward(model, batch, micro, loop, augment)
         values = update(loop)
-        loop.zero_grad()
+        loop.optimizer.zero_grad(set_to_none=True)
         loop.log_step(values)  # with the loss, every `print_freq` steps
         if loop.should_stop():  # all ranks have agreed
             return

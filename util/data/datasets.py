@@ -90,7 +90,7 @@ class AddressedDataset(torch.utils.data.Dataset):
             candidates = range(index, index + MAX_SKIPPED)
         errors: list[ImageError] = []
         for candidate in candidates:
-            i = candidate % len(self)
+            i = candidate % len(self.images)
             try:
                 pixels, label = self.images.load_sample(i)
                 return i, pixels, label

@@ -167,11 +167,6 @@ class TrainLoop:
             self.optimizer.found_inf = (~grad_norm.isfinite()).float()  # fused AdamW and LARS then skip
             self.optimizer.step()
 
-    def zero_grad(self) -> None:
-        """Clears the gradients, unless CUDA graphs are replayed: the first pass of a step then overwrites them."""
-        if self.graphs is None or not self.graphs.are_replayed:
-            self.optimizer.zero_grad(set_to_none=True)
-
     def log_step(self, values: dict[str, torch.Tensor]) -> None:
         """Counts the step and reports if it is time: means of the losses and of `values`, among them "grad_norm"."""
         self.meter.add(self.losses | values)
