@@ -50,7 +50,6 @@ BATCH_FLAGS = (
         "accum_iter",
         int,
         help="micro-batches per step (default: 1, or what --total_batch_size needs)",
-        everyday=True,
         changes="split",
         at_least=1,
     ),
