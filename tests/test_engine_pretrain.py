@@ -187,6 +187,19 @@ def spoil(engine, passes, what="both"):
     engine.model.register_forward_hook(hook)
 
 
+def test_each_batch_that_is_loaded_ahead_has_the_time_of_a_micro_batch():
+    """Else the watchdog would end a process that loads those of two steps, which may take longer than its time-out."""
+    loop = a_loop(accum_iter=3).loop
+
+    def load():
+        for number in range(12):
+            assert loop.watchdog.since is not None  # a heartbeat since the batch before
+            loop.watchdog.since = None
+            yield number
+
+    assert list(loop.load_ahead(load(), range(4))) == list(range(12))
+
+
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 @pytest.mark.parametrize("what", ["both", "loss", "gradient"])
 def test_a_non_finite_step_is_skipped_and_the_rest_goes_on(name, what):
