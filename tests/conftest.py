@@ -30,9 +30,10 @@ LONGEST_FILES = {"test_slurm.py", "test_submitit_launch.py", "test_processes.py"
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in LONGEST_FILES)
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        # No keywords: the folder of a clone is one, too.
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if "long" in item.keywords and not os.environ.get("PRMIM_LONG_TESTS"):
+        if item.get_closest_marker("long") and not os.environ.get("PRMIM_LONG_TESTS"):
             item.add_marker(pytest.mark.skip(reason="takes long: set PRMIM_LONG_TESTS=1"))
 
 
