@@ -37,7 +37,7 @@ def test_a_run_without_its_checkpoints_is_set_aside(labelled, tmp_path, capsys):
         path.with_suffix(".json").unlink()
     (out / ".lock").unlink()
     finetune(labelled, out, "--seed", 1, "--max_steps", 5)
-    assert "its log and results are in earlier-1" in capsys.readouterr().out
+    assert "what was there is in earlier-1" in capsys.readouterr().out
     for name, content in before.items():
         assert (out / "earlier-1" / name).read_bytes() == content
     assert list((out / "earlier-1" / "tensorboard").iterdir())

@@ -259,6 +259,7 @@ def test_killed_in_the_first_save(photos, tmp_path, alone):
     out = finish(photos, tmp_path / "out", *SAVE, processes=1)
     assert "checkpoint-5.pth: its .json is missing" in out
     assert "warning: the run starts from step 0" in out
+    assert (tmp_path / "out/earlier-1/checkpoint-5.pth").exists()
     assert_as(alone, tmp_path / "out")
 
 

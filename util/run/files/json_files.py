@@ -16,7 +16,6 @@ LOG = "log.txt"
 # What a run that starts anew would replace or continue. The log comes last: see `set_aside_earlier_run`.
 REPORTS = (
     "results.json",
-    "checkpoint-best.pth",
     "checkpoint-best.json",
     "settings.json",
     "tensorboard",
@@ -48,20 +47,22 @@ def read_reports(log: Path) -> list[dict[str, Any]]:
 def set_aside_earlier_run(folder: Path) -> list[str]:
     """Moves what an earlier run has reported to `earlier-1`, or the next free number. Returns a note for the log.
 
-    Its checkpoints were removed, or it was killed before the first one. For a run that begins in this folder.
+    Its checkpoints were removed or copied without their records, or it was killed before the first one. For a run that
+    begins in this folder.
     """
-    evaluated = [folder / "results.json", folder / "checkpoint-best.pth"]
-    if not read_reports(folder / "log.jsonl") and not any(path.exists() for path in evaluated):
+    checkpoints = sorted(folder.glob("checkpoint-*.pth"))  # the run would overwrite them
+    has_results = (folder / "results.json").exists()
+    if not read_reports(folder / "log.jsonl") and not has_results and not checkpoints:
         return []
     number = 1
     while (folder / f"earlier-{number}").exists():
         number += 1
     aside = folder / f"earlier-{number}"
     aside.mkdir()
-    for name in REPORTS:
-        if (folder / name).exists():
-            (folder / name).rename(aside / name)
-    return [f"note: the folder held a run without a checkpoint to resume: its log and results are in {aside.name}"]
+    for path in [*checkpoints, *(folder / name for name in REPORTS)]:
+        if path.exists():
+            path.rename(aside / path.name)
+    return [f"note: the folder held a run without a checkpoint to resume: what was there is in {aside.name}"]
 
 
 def write_json(path: Path, content: object) -> None:
