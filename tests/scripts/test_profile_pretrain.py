@@ -8,6 +8,7 @@ import pytest
 
 from scripts import profile_pretrain
 from tests.runs import refused
+from util.run.cli import Parser
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--batch_size", "2", "--rounds", "2", "--device", "cpu"]
@@ -140,7 +141,7 @@ def test_the_gpu_benchmark_s_commands_are_understood(tmp_path, monkeypatch):
     for line in run_benchmark(tmp_path, "nothing").stdout.splitlines():
         program, *flags = shlex.split(line)
         if program.endswith("profile_pretrain.py"):
-            args = profile_pretrain.get_parser().parse_args(flags)
+            args = Parser("profile_pretrain.py", None, *profile_pretrain.FLAGS).parse_args(flags)
             assert set(args.recipes) <= {*profile_pretrain.RECIPES, *profile_pretrain.PEERS}
             assert args.csv
             assert args.steps == 5
