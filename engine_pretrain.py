@@ -17,7 +17,7 @@ def forward_backward(model: nn.Module, batch: list[torch.Tensor], micro: int, lo
 
     It empties `batch`, so that the memory is free for the backward pass.
     """
-    imgs, _, *orders = batch
+    imgs, _, *orders = batch  # the token orders; with windows, their groupings follow
     batch.clear()
     with loop.no_sync_before_last(model, micro):
         with loop.autocast():
@@ -29,11 +29,13 @@ def forward_backward(model: nn.Module, batch: list[torch.Tensor], micro: int, lo
 def update(loop: "TrainLoop") -> dict[str, torch.Tensor]:
     """Steps the optimizer unless the gradient is not finite. Returns scalars that are averaged and logged, too.
 
-    With --cuda_graph it is captured: no value may go to the host.
+    A step counts as skipped if its "grad_norm" is not finite. With --cuda_graph it is captured: no value may go to the
+    host.
     """
     loop.scaler.unscale_(loop.optimizer)
     values = {"grad_norm": loop.total_norm(loop.parameters)}
-    # Yours, for example values["grad_norm_decoder"] = loop.total_norm(loop.model.decoder.parameters())
+    # Yours go to log.jsonl and TensorBoard. For example, where the model has a `decoder`:
+    # values["grad_norm_decoder"] = loop.total_norm(loop.model.decoder.parameters())
     if loop.clip_grad is not None:
         nn.utils.clip_grads_with_norm_(loop.parameters, loop.clip_grad, values["grad_norm"])
     loop.step_if_finite(values["grad_norm"])
@@ -48,7 +50,7 @@ def train_one_epoch(
     forward_backward: Callable[..., None] = forward_backward,
     update: Callable[..., dict[str, torch.Tensor]] = update,
 ) -> None:
-    """Makes the optimizer steps `steps`, which belong to one epoch. A signal ends them earlier.
+    """Makes the optimizer steps `steps` of an epoch, up to its next report or checkpoint. A signal ends them earlier.
 
     model: a framework, `model(imgs, ids_shuffle, *groupings) -> {name: scalar loss}`, or a wrapper of one.
     batches: iterator over `MaskCollator`'s batches, `loop.accum_iter` per step, that stands at `steps.start`.

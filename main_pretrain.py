@@ -347,7 +347,9 @@ def main(argv: Sequence[str] | None = None) -> bool:
 
             torch.backends.cudnn.benchmark = True  # shapes are static
             torch.manual_seed(args.seed)  # the same initial weights on every rank
-            model = build_model({**vars(args), **first.traits, **parser.flags_chosen()})
+            # What the first weights ask for takes the place of defaults, and flags that were given win.
+            model_settings = {**vars(args), **first.traits, **parser.flags_chosen()}
+            model = build_model(model_settings)
             model = model.to(run.process.device)
             model.use_statistics(*statistics)
             for file in model.named_files().values():
@@ -381,7 +383,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
             model_in_ddp = wrap_model(model, run)
             log = open_log(run, schedule, info, summary_rows(args, model, images))
             normalize = Normalize(*statistics, images.pixel_format).to(run.process.device)
-            measures = measures_of({**vars(args), **first.traits}, run)
+            measures = measures_of(model_settings, run)
             loop = TrainLoop(
                 run, model_in_ddp, optimizer, schedule, normalize, log, state, bad_images=dataset.bad, measures=measures
             )

@@ -438,6 +438,8 @@ def as_small_integers(coords: np.ndarray) -> np.ndarray:
     return coords.astype(np.int64)
 
 
+# A sampling takes lists of masked tokens, coords [B, M, 2] in shuffled order, which is its only randomness, and
+# num_retained. It returns positions in the lists, int64 [B, num_retained].
 SAMPLING: dict[str, Callable[..., np.ndarray]] = {
     "furthest": furthest_sampling,
     "random": random_sampling,

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import inspect
+import json
 import re
 from functools import partial
 
@@ -154,6 +155,7 @@ def test_an_argument_is_what_it_says(name):
     assert model.method == Method(aggregation="avgpool", **given)
     assert not model.norm_pix_loss
     assert model.has_invalid
+    json.dumps(model.own_settings())  # an attribute has the name and the value of each flag of its own
 
 
 arms = pytest.mark.parametrize(

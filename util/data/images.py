@@ -122,6 +122,8 @@ AS_RGB = Reading()
 class Images:
     """Images of one format, with labels. Subclasses define `path`, `fingerprint`, `check` and `load`.
 
+    A source is pickled for other ranks, and forked workers call `load`: it keeps no file open. Where `find_source` of
+    `util/data/open.py` opens it, it gives the images of the split, or raises MissingSplit.
     labels: int64 [n]. classes: their names, as `spelling` returns them. notes: sentences on what is ignored or
     replaced, for the log. in_chans: channels that are wanted.
     """

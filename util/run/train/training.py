@@ -105,7 +105,7 @@ def train(
                 # An earlier start may have been stopped or killed before it did what was due at its last step.
                 all_done = do_what_is_due(loop, saver, between, batches)
                 with loop.log.traced(args.profile, loop.step, loop.last_step):
-                    while not loop.has_ended():
+                    while not loop.has_ended():  # MAE's loop over epochs, cut where something may be due
                         steps = steps_to_next_pause(loop)
                         loader = batches.from_here()
                         loop.clock.restart()  # what happens between steps does not count
