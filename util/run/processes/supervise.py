@@ -34,8 +34,11 @@ from util.data.workers import SIGNALS, expect_signal, note_signal
 from util.run.exits import TEMPORARY
 
 
-class Stopped(Exception):
-    """The run is to save and to end. All ranks raise it in work between two steps, which the next start then does."""
+class Stopped(BaseException):
+    """The run is to save and to end. All ranks raise it in work between two steps, which the next start then does.
+
+    No Exception: a library that reads an image would catch it, and call the image damaged.
+    """
 
 
 class StopSignal:

@@ -63,6 +63,20 @@ def test_further_signals_change_nothing_and_the_first_is_told_at_once(capfd):
     assert told.count("\n") == 2
 
 
+def test_a_signal_ends_the_loading_of_a_batch_whatever_its_libraries_catch():
+    """Else they would take the image that is being read for a damaged one, which is replaced and reported."""
+
+    def load():
+        yield "whole"
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except Exception:
+            yield "without an image"
+
+    with StopSignal(torch.device("cpu")) as stop:
+        assert list(supervise.BatchesAhead(load(), 2, 1, stop)) == ["whole"]
+
+
 PROGRAM = """
 import multiprocessing
 import time
