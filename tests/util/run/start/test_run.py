@@ -2,7 +2,6 @@
 
 import os
 import signal
-from argparse import Namespace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import main_pretrain
 from monitor import Monitor
 from tests.runs import pretrain, reports
 from util.run.processes.distributed import Process
-from util.run.start import run as run_module
 from util.run.train import reports as reports_module
 from util.run.train import saving
 from util.run.train.loop import TrainLoop
@@ -86,5 +84,5 @@ def test_a_signal_in_the_last_step_leaves_what_is_due_to_the_next_start(photos, 
 )
 def test_one_process_of_each_node_hashes_the_checkpoint(rank, local_rank, hashes):
     """Rank 0 has done so before."""
-    this = Namespace(process=Process(torch.device("cpu"), rank, 16, 8, local_rank))
-    assert run_module.Run.need_not_verify.fget(this) == (not hashes)
+    process = Process(torch.device("cpu"), rank, 16, 8, local_rank)
+    assert process.need_not_verify == (not hashes)
