@@ -303,7 +303,7 @@ def load_encoder(
 
 
 def load_blocks(model: nn.Module, source: str | Path | Weights, rgb_bands: Sequence[int] | None = None) -> LoadReport:
-    """Loads the start of another pre-training: patch embedding, class token and blocks must match.
+    """Loads the start of another pre-training: patch embedding, positions, class token and blocks must match.
 
     All else, a decoder, for example, is loaded where names and shapes fit. Tensors are fitted as in `load_encoder`.
     """
@@ -321,7 +321,8 @@ def load_blocks(model: nn.Module, source: str | Path | Weights, rgb_bands: Seque
         if _is_of_blocks(key) or (value.shape == model_state[key].shape and not is_misplaced):
             fitting[key] = value
     fitted = fitted._replace(fitting=fitting)
-    required = [key for key in fitted.list_missing(model) if _is_of_blocks(key)]
+    # Without its table, a file is of an encoder that knows positions in another way.
+    required = [key for key in fitted.list_missing(model) if _is_of_blocks(key) or key == "pos_embed"]
     return _put(model, weights, fitted, required, PATCH_KEYS)
 
 

@@ -244,6 +244,10 @@ def test_other_rotations_are_refused(name, tmp_path):
     torch.save(network.state_dict(), tmp_path / "timm.pth")
     with pytest.raises(ValueError, match=str(tmp_path)):
         load(tmp_path / "timm.pth")
+    sizes = {name: SIZES[name] for name in SIZES.keys() - {"num_classes"}}
+    model = MaskedAutoencoderViT(32, 1, **sizes)
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        load_blocks(model, tmp_path / "timm.pth")
 
 
 def test_gated_mlps_are_refused_by_name(tmp_path):
