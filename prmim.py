@@ -576,15 +576,15 @@ class MaskCollator:
         self.shared_visible = shared_visible
 
     def __call__(self, samples: Iterable[tuple]) -> tuple[Tensor, ...]:
-        imgs, labels, addresses, *others = zip(*samples, strict=True)
+        imgs, labels, addresses = zip(*samples, strict=True)
         imgs = torch.stack(imgs)
         epochs, indices = np.asarray(addresses).T
         noise = addressed_noise(self.seed, epochs, indices, self.sampler.counts.num_tokens)
-        ids_shuffle = self.draw(noise, imgs, *others)
+        ids_shuffle = self.draw(noise, imgs)
         return imgs, torch.as_tensor(labels), torch.from_numpy(ids_shuffle)
 
-    def draw(self, noise: np.ndarray, imgs: Tensor, *others: Sequence) -> np.ndarray:
-        """Returns ids_shuffle [B, N] for noise [B, N]. Subclasses read the images, too, or what follows addresses."""
+    def draw(self, noise: np.ndarray, imgs: Tensor) -> np.ndarray:
+        """Returns ids_shuffle [B, N] for noise [B, N]. Subclasses read the images, too."""
         return self.sampler(noise, self.shared_tokens(noise))
 
     def shared_tokens(self, noise: np.ndarray) -> np.ndarray | None:

@@ -1,7 +1,5 @@
 """Token orders of images with invalid pixels."""
 
-from collections.abc import Sequence
-
 import numpy as np
 from torch import Tensor
 
@@ -16,7 +14,7 @@ class ValidTokenCollator(MaskCollator):
     Of the masked tokens, those are thrown first that count in no loss, because most of their pixels are invalid.
     """
 
-    def draw(self, noise: np.ndarray, imgs: Tensor, *others: Sequence) -> np.ndarray:
+    def draw(self, noise: np.ndarray, imgs: Tensor) -> np.ndarray:
         shuffled = self.sampler.shuffle(noise, self.shared_tokens(noise))
         masked = shuffled[:, self.sampler.counts.num_visible :]
         is_counted = np.take_along_axis(self.find_counted(imgs), masked, axis=1)

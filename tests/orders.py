@@ -7,21 +7,12 @@ from frameworks.hooks.attention_phases import AttentionCollator
 from frameworks.valid_tokens import ValidTokenCollator
 
 
-class Weights:
-    """Stands for attention maps."""
-
-    def __init__(self, weights):
-        self.weights = weights
-
-    def token_weights(self, boxes):
-        return self.weights
-
-
 def draw_order(sampler, noise, weights=None, counted=None):
     """Returns ids_shuffle [B, N] for noise, weights [B, N] and bool counted [B, N]."""
     collator = ValidTokenCollator(sampler, 0)
     if weights is not None:
-        collator = AttentionCollator(sampler, 0, Weights(np.asarray(weights)))
+        collator = AttentionCollator(sampler, 0, None)
+        collator.weights = np.asarray(weights)
     if counted is not None:
         collator.find_counted = lambda imgs: counted
-    return collator.draw(noise, torch.zeros(len(noise), dtype=torch.uint8), ())
+    return collator.draw(noise, torch.zeros(len(noise), dtype=torch.uint8))

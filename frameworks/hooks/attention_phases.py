@@ -9,7 +9,7 @@ so each phase opens a loader of its own when its maps are written.
 import argparse
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from frameworks.valid_tokens import ValidTokenCollator
 from prmim import TokenOrderSampler
 from util.atomic import replaced_file
 from util.collectives import all_reduce_sum, rank_and_world_size, run_everywhere, run_on_rank0
-from util.data.attention_maps import CROPS, AttentionMaps, Squash, maps_path, write_maps
+from util.data.attention_maps import CROPS, AttentionMaps, BoxedDataset, Squash, maps_path, write_maps
 from util.data.datasets import AddressedDataset, StepBatchSampler, stack
 from util.data.loader import Loader
 from util.flag import Flag
@@ -144,15 +144,23 @@ def gather_on_rank0(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class AttentionCollator(ValidTokenCollator):
-    """Draws token orders by attention. The box of its crop follows each sample's address."""
+    """Draws token orders by attention, for samples of a `BoxedDataset`."""
 
     def __init__(self, sampler: TokenOrderSampler, seed: int, maps: AttentionMaps) -> None:
         super().__init__(sampler, seed)
         self.maps = maps
 
-    def draw(self, noise: np.ndarray, imgs: torch.Tensor, *others: Sequence) -> np.ndarray:
+    def __call__(self, samples: Iterable[tuple]) -> tuple[torch.Tensor, ...]:
+        plain = []
+        boxes = []
+        for *sample, box in samples:
+            plain.append(tuple(sample))
+            boxes.append(box)
+        self.weights = self.maps.token_weights(boxes)
+        return super().__call__(plain)
+
+    def draw(self, noise: np.ndarray, imgs: torch.Tensor) -> np.ndarray:
         self.noise = noise
-        self.weights = self.maps.token_weights(others[0])
         if isinstance(self.sampler, AMTOrderSampler):
             return self.sampler(noise, weights=self.weights)
         return super().draw(noise, imgs)
@@ -208,7 +216,9 @@ class Phases:
         if isinstance(self.model, AMTMasking):
             self.model.set_phase(has_maps=maps is not None)
         collator = self.model.collator(args.sampling, args.seed)
+        dataset = self.dataset
         if maps is not None:
+            dataset = BoxedDataset(self.dataset)
             collator = AttentionCollator(self.model.sampler(args.sampling), args.seed, maps)
 
         epoch = loop.step // loop.steps_per_epoch
@@ -217,7 +227,6 @@ class Phases:
         first_epoch = 0 if refresh is None else refresh + 1
         # Groups of --repeat_aug end with the phase: all crops of an image are drawn with the same maps.
         sampler = self.sampler.with_epochs(range(first_epoch, last_epoch + 1))
-        dataset = self.dataset.with_crop_boxes()
 
         covered = f"epoch {epoch}"
         if last_epoch > epoch:

@@ -6,13 +6,15 @@ model's tokens over the whole image. Workers map the file into memory and read t
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from util.atomic import replaced_file
-from util.data.transforms import CropBox, Sides, resize
+from util.data.datasets import Address, AddressedDataset, Sample
+from util.data.padded_crop import PaddedCropFlip
+from util.data.transforms import RandomResizedCropFlip, Sides, Size, covering_size, resize
 from util.pos_embed import height_and_width
 
 CROPS = ("view", "released")
@@ -40,6 +42,40 @@ class Squash:
     def __call__(self, img: Tensor, epoch: int = 0, index: int = 0) -> Tensor:
         """Resizes [C, H, W]. Returns [C, *size] of the same type, contiguous."""
         return resize(img, self.size, "bilinear", self.reference).contiguous()
+
+
+class CropBox(NamedTuple):
+    """The box that a transform cuts out of an image, in fractions of the image's height and width, and the flip.
+
+    The box may exceed the image where a transform pads.
+    """
+
+    top: float
+    left: float
+    height: float
+    width: float
+    flip: bool  # the columns are mirrored
+
+
+def crop_box(transform: RandomResizedCropFlip | PaddedCropFlip, size: Size, epoch: int, index: int) -> CropBox:
+    """Returns the box that the transform cuts out of an image of `size` at an address."""
+    if isinstance(transform, PaddedCropFlip):
+        size = covering_size(size, transform.size)  # it resizes the image before it crops
+    height, width = size
+    top, left, crop_height, crop_width, flip = transform.draw(size, epoch, index)
+    return CropBox(top / height, left / width, crop_height / height, crop_width / width, flip)
+
+
+class BoxedDataset(AddressedDataset):
+    """A data set whose samples end with (index of the image that was read, box of its crop)."""
+
+    def __init__(self, dataset: AddressedDataset) -> None:
+        super().__init__(dataset.images, dataset.transform)
+        self.bad = dataset.bad
+
+    def _view(self, index_read: int, pixels: np.ndarray, label: int, address: Address) -> Sample:
+        box = crop_box(self.transform, pixels.shape[:2], *address)
+        return *super()._view(index_read, pixels, label, address), (index_read, box)
 
 
 class AttentionMaps:

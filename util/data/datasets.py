@@ -17,8 +17,7 @@ from util.data.images import ImageError, Images, find_storage_error
 MAX_SKIPPED = 100  # bad images in a row; more mean that something else is wrong
 
 Address = tuple[int, int]  # (epoch, index of the image)
-# image [C, H, W], label, address; with boxes also (index of the image that was read, its `transforms.CropBox`)
-Sample = tuple[Any, ...]
+Sample = tuple[Any, ...]  # image [C, H, W], label, address; a subclass may append more
 
 
 class AddressedDataset(torch.utils.data.Dataset):
@@ -31,23 +30,14 @@ class AddressedDataset(torch.utils.data.Dataset):
     functions of the address. One that takes care of NaN by itself has the attribute `respects_invalid`. replace: an
     image that cannot be read is marked in `bad` (uint8 [n], shared with the workers), and the next readable one takes
     its place, with its own label.
-
-    with_boxes: append (index, box) to the sample: the image that was read, and what the transform shows of it.
     """
 
-    def __init__(self, images: Images, transform: Any, replace: bool = False, with_boxes: bool = False) -> None:
+    def __init__(self, images: Images, transform: Any, replace: bool = False) -> None:
         self.images = images
         self.transform = transform
-        self.with_boxes = with_boxes
         self.bad: torch.Tensor | None = None
         if replace:
             self.bad = torch.frombuffer(mmap.mmap(-1, len(images)), dtype=torch.uint8)
-
-    def with_crop_boxes(self) -> "AddressedDataset":
-        """Returns the same data set with the boxes of its crops."""
-        dataset = copy.copy(self)
-        dataset.with_boxes = True
-        return dataset
 
     def __len__(self) -> int:
         return len(self.images)
@@ -75,10 +65,7 @@ class AddressedDataset(torch.utils.data.Dataset):
             view = transform_valid(self.transform, img, epoch, index)
         else:
             view = self.transform(img, epoch, index)
-        if not self.with_boxes:
-            return view, label, address
-        box = self.transform.crop_box(img.shape[-2:], epoch, index)
-        return view, label, address, (index_read, box)
+        return view, label, address
 
     def _load(self, index: int) -> tuple[int, np.ndarray, int]:
         """Returns (index, image, label) of the image `index`, or of the next readable one, if that may replace it.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from util.addressed import AUGMENT, addressed_numbers
-from util.data.transforms import CropBox, Size, covering_size, mirror, resize
+from util.data.transforms import Size, covering_size, mirror, resize
 from util.pos_embed import height_and_width
 
 
@@ -29,7 +29,7 @@ class PaddedCropFlip:
         """Crops [C, H, W] (any strides). Returns [C, *size] of the same type, contiguous."""
         height, width = covering_size(height_and_width(img.shape[-2:]), self.size)
         img = resize(img, (height, width), self.interpolation, self.reference)
-        top, left, flip = self.draw((height, width), epoch, index)
+        top, left, *_, flip = self.draw((height, width), epoch, index)
         # Reads the window of the padded image through reflected indices, so that no padded image is made.
         rows = reflected(top, self.size[0], height)
         columns = reflected(left, self.size[1], width)
@@ -38,8 +38,11 @@ class PaddedCropFlip:
             img = mirror(img)
         return img.contiguous()
 
-    def draw(self, size: Size, epoch: int, index: int) -> tuple[int, int, bool]:
-        """Returns (top, left, flip) of the window in the resized image of `size`, in pixels, -4 at the least."""
+    def draw(self, size: Size, epoch: int, index: int) -> tuple[int, int, int, int, bool]:
+        """Returns (top, left, height, width, flip) of the window in the resized image of `size`, in pixels.
+
+        top, left: -4 at the least.
+        """
         u_top, u_left, u_flip = addressed_numbers(AUGMENT, self.seed, epoch, index, 3)
         height, width = size
         rows, columns = self.size
@@ -48,13 +51,7 @@ class PaddedCropFlip:
         top = int(u_top * num_tops) - self.padding
         left = int(u_left * num_lefts) - self.padding
         flip = self.hflip and u_flip < 0.5
-        return top, left, flip
-
-    def crop_box(self, size: Size, epoch: int, index: int) -> CropBox:
-        """Returns the window of an image of `size`, in fractions of the image. It may begin 4 px outside of it."""
-        height, width = covering_size(size, self.size)
-        top, left, flip = self.draw((height, width), epoch, index)
-        return CropBox(top / height, left / width, self.size[0] / height, self.size[1] / width, flip)
+        return top, left, rows, columns, flip
 
 
 def reflected(first: int, count: int, length: int) -> Tensor:

@@ -5,7 +5,6 @@ Images are uint8, uint16 or float32, with any number of channels, and keep their
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,19 +23,6 @@ TRIES = 10  # of a crop
 
 Size = tuple[int, int]  # (height, width)
 Sides = int | Sequence[int]  # one number, or (height, width)
-
-
-class CropBox(NamedTuple):
-    """The box that a transform cuts out of an image, in fractions of the image's height and width, and the flip.
-
-    The box may exceed the image where a transform pads.
-    """
-
-    top: float
-    left: float
-    height: float
-    width: float
-    flip: bool  # the columns are mirrored
 
 
 def mirror(img: Tensor, axis: int = -1) -> Tensor:
@@ -93,12 +79,6 @@ class RandomResizedCropFlip:
         box = self.box(height, width, draws)
         flip = self.hflip and draws[-1] < 0.5
         return *box, flip
-
-    def crop_box(self, size: Size, epoch: int, index: int) -> CropBox:
-        """Returns the crop of an image of `size`, in fractions of the image."""
-        top, left, crop_height, crop_width, flip = self.draw(size, epoch, index)
-        height, width = size
-        return CropBox(top / height, left / width, crop_height / height, crop_width / width, flip)
 
     def box(self, height: int, width: int, draws: Sequence[float]) -> tuple[int, int, int, int]:
         """Returns (top, left, height, width) of the crop of an image. draws: 2 * TRIES + 3 numbers in [0, 1)."""

@@ -21,7 +21,7 @@ from tests.orders import draw_order
 from tests.runs import assert_same_state, pretrain, reports, state
 from tests.two_processes import run_in_two_processes
 from tests.warm import run_by_torchrun
-from util.data.attention_maps import AttentionMaps, Squash, maps_path
+from util.data.attention_maps import AttentionMaps, Squash, crop_box, maps_path
 from util.data.datasets import AddressedDataset, StepBatchSampler, permutation
 from util.data.images import FolderImages
 from util.data.transforms import Normalize, RandomResizedCropFlip
@@ -197,7 +197,7 @@ def test_every_epoch_draws_by_the_newest_maps(photos, tmp_path, monkeypatch, num
             boxes = []
             for i in indices:
                 array, _ = images.load(i)
-                boxes.append((i, transform.crop_box(array.shape[:2], epoch, i)))
+                boxes.append((i, crop_box(transform, array.shape[:2], epoch, i)))
             weights = AttentionMaps(files[epoch - 1], 4).token_weights(boxes)
             expected = draw_order(TokenOrderSampler(8, counts, "attention"), noise, weights)
         assert np.array_equal(found.numpy(), expected), step

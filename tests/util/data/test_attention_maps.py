@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from util.data.attention_maps import AttentionMaps, Squash, maps_path, write_maps
+from util.data.attention_maps import AttentionMaps, CropBox, Squash, crop_box, maps_path, write_maps
 from util.data.padded_crop import PaddedCropFlip
-from util.data.transforms import CropBox, RandomResizedCropFlip
+from util.data.transforms import RandomResizedCropFlip
 
 SIZES = [(60, 36), (37, 80), (48, 48), (33, 200)]  # of images; the last one has few boxes that fit
 
@@ -121,7 +121,7 @@ def test_a_view_is_what_the_transform_shows(transform):
         img[0] = torch.linspace(0, 255, height)[:, None]
         img[1:] = torch.linspace(0, 255, width)
         crop = transform(img, 1, index).float() / 255
-        view = transform.crop_box((height, width), 1, index)
+        view = crop_box(transform, (height, width), 1, index)
         flips.add(view.flip)
         place = (0.5 + torch.arange(2, 30)) / 32
         rows = crop[0, 2:30, 5]

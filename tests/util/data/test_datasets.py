@@ -11,6 +11,7 @@ import torchvision
 from tests.conftest import write_photo
 from util.data import datasets, published
 from util.data import images as module
+from util.data.attention_maps import BoxedDataset
 from util.data.datasets import (
     AddressedDataset,
     StepBatchSampler,
@@ -180,7 +181,7 @@ def test_groups_of_epochs(repeats, epochs, sizes):
 def test_crops_of_an_image_share_its_decoding_and_equal_those_made_one_by_one(photos, monkeypatch):
     """The third image is bad: the fourth takes its place, with its box."""
     images = FolderImages(photos / "train")
-    dataset = AddressedDataset(images, RandomResizedCropFlip(16, seed=1), replace=True, with_boxes=True)
+    dataset = BoxedDataset(AddressedDataset(images, RandomResizedCropFlip(16, seed=1), replace=True))
     loaded = []
 
     def load(i):
