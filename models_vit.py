@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from util.attention import self_attention, split_heads
+from util.attention import self_attention
 from util.pos_embed import height_and_width, position_table, rotary_table, rotate
 from util.tokens import take_tokens
 
@@ -149,25 +149,6 @@ class Attention(nn.Module):
             return qkv
         return rotate(qkv, rotation, self.num_heads)
 
-    def cls_attention(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
-        """Returns how much the first token of x [B, 1 + n, C] attends to the others, [B, heads, n]."""
-        q, k, _ = split_heads(self.rotated_qkv(x, rotation), self.num_heads)
-        return attention_of_first(q, k)
-
-
-def attention_of_first(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns the softmax attention of the first query to all keys but the first, float [B, heads, n].
-
-    q, k: [B, heads, 1 + n, d]. The softmax also counts the first key. bias: of all logits, [1, heads, 1 + n, 1 + n].
-    """
-    scale = q.shape[-1] ** -0.5
-    first = q[..., :1, :] * scale
-    logits = first @ k.transpose(-2, -1)  # [B, heads, 1, 1 + n]
-    if bias is not None:
-        logits = logits + bias[..., :1, :]
-    attention = logits.float().softmax(dim=-1)
-    return attention[..., 0, 1:]
-
 
 class Block(nn.Module):
     """Pre-norm Transformer block: attention and MLP (exact GELU), each with a residual.
@@ -198,10 +179,6 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
         x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), rotation)))
         return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
-
-    def cls_attention(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
-        """Returns how much the class token attends to the patches in this block, [B, heads, n] for x [B, 1 + n, C]."""
-        return self.attn.cls_attention(self.norm1(x), rotation)
 
 
 def make_drop_path(rate: float) -> nn.Module:
@@ -420,18 +397,6 @@ class ViTEncoder(nn.Module):
     def forward_features(self, imgs: Tensor) -> Tensor:
         """Computes features [B, P + N, D] of normalised images [B, C, H, W], class tokens first, after the norm."""
         return self.norm(self.encode(self.embed(imgs), self.relative_positions(size=imgs.shape[-2:])))
-
-    def cls_attention(self, imgs: Tensor) -> Tensor:
-        """Returns how much the first class token attends to the patches in the last block, float [B, heads, N].
-
-        imgs: normalised images [B, C, H, W], of which all patches are visible.
-        """
-        x = self.prepend_cls_token(self.embed(imgs))
-        relative = self.relative_positions(size=imgs.shape[-2:])
-        for block in self.blocks[:-1]:
-            x = block(x, relative)
-        attention = self.blocks[-1].cls_attention(x, relative)  # to other class tokens, too
-        return attention[..., self.num_cls_tokens - 1 :]
 
     def freeze_all_but(self, trainable_blocks: int, has_new_bands: bool = False) -> None:
         """Freezes the encoder but its last `trainable_blocks` blocks and what follows them; with 0 its norm, too.

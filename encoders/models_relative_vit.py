@@ -19,13 +19,11 @@ from models_vit import (
     MINI,
     Classifier,
     ViTEncoder,
-    attention_of_first,
     drop_path_rates,
     layer_norm,
     make_drop_path,
-    split_heads,
 )
-from util.attention import biased_attention
+from util.attention import biased_attention, split_heads
 
 __all__ = [
     "RelativeVisionTransformer",
@@ -105,7 +103,7 @@ class RelativeAttention(nn.Module):
             self.relative_position_bias_table = position_bias.relative_position_bias_table
             self.register_buffer("relative_position_index", position_bias.relative_position_index, persistent=False)
 
-    def project(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    def project(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Returns queries, keys and values of x [B, T, C], each [B, heads, T, d], and the bias of the logits."""
         k_bias = torch.zeros_like(self.q_bias)
         qkv_bias = torch.cat([self.q_bias, k_bias, self.v_bias])
@@ -124,11 +122,6 @@ class RelativeAttention(nn.Module):
         else:
             out = biased_attention(q, k, v, bias)
         return self.proj(out.transpose(1, 2).flatten(2))
-
-    def cls_attention(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Returns how much the first token of x [B, 1 + n, C] attends to the others, [B, heads, n]."""
-        q, k, _, bias = self.project(x, bias)
-        return attention_of_first(q, k, bias)
 
 
 class RelativeBlock(nn.Module):
@@ -158,10 +151,6 @@ class RelativeBlock(nn.Module):
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         x = x + self.drop_path(self.gamma_1 * self.attn(self.norm1(x), bias))
         return x + self.drop_path(self.gamma_2 * self.mlp(self.norm2(x)))
-
-    def cls_attention(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Returns how much the class token attends to the patches in this block, [B, heads, n] for x [B, 1 + n, C]."""
-        return self.attn.cls_attention(self.norm1(x), bias)
 
 
 class RelativeViTEncoder(ViTEncoder):

@@ -27,9 +27,8 @@ from models_vit import (
     drop_path_rates,
     make_drop_path,
     patchify,
-    split_heads,
 )
-from util.attention import biased_attention
+from util.attention import biased_attention, split_heads
 from util.pos_embed import height_and_width
 
 __all__ = ["SwinTransformer", "swin_micro_patch4_window4", "swin_base_patch4_window7", "swin_large_patch4_window14"]

@@ -55,28 +55,6 @@ def test_equals_timm_on_the_same_weights(global_pool):
     assert_close(features, theirs.forward_features(imgs), rtol=1e-9, atol=1e-9)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("num_cls_tokens", [1, 3])
-def test_cls_attention_is_the_softmax_of_the_last_block(num_cls_tokens):
-    """From the first class token to the patches."""
-    torch.manual_seed(0)
-    model = perturbed(ViTEncoder(**SIZES | dict(depth=3), num_cls_tokens=num_cls_tokens))
-    last = model.blocks[-1]
-    inputs = []
-    last.norm1.register_forward_hook(lambda module, args, output: inputs.extend(output))
-    imgs = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    found = model.cls_attention(imgs)
-    assert found.shape == (2, 3, 16)
-    assert found.dtype == torch.float32
-    for b in range(2):
-        q, k, _ = last.attn.qkv(inputs[b]).chunk(3, dim=1)  # [T, D] each
-        for head in range(3):
-            span = slice(16 * head, 16 * head + 16)
-            logits = k[:, span] @ q[0, span] / 4  # the root of 16 channels
-            expected = logits.softmax(dim=0)[num_cls_tokens:]
-            assert_close(found[b, head].double(), expected, rtol=1e-5, atol=0)
-
-
 @pytest.mark.parametrize(
     ("layer", "inputs", "outputs"),
     [

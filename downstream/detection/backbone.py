@@ -12,7 +12,8 @@ from timm.models.vision_transformer_sam import window_partition, window_unpartit
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models_vit import PatchEmbed, check_image_size, drop_path_rates, init_weights, layer_norm, patchify, split_heads
+from models_vit import PatchEmbed, check_image_size, drop_path_rates, init_weights, layer_norm, patchify
+from util.attention import split_heads
 from util.pos_embed import resize_pos_embed, sincos_pos_embed
 
 Grid = tuple[int, int]  # (rows, columns)

@@ -21,8 +21,10 @@ import torch.distributed as dist
 from framework import Framework
 from frameworks.models_amt_pr import AMTMasking, AMTOrderSampler
 from frameworks.valid_tokens import ValidTokenCollator
+from models_vit import ViTEncoder
 from prmim import TokenOrderSampler
 from util.atomic import replaced_file
+from util.attention import split_heads
 from util.collectives import all_reduce_sum, rank_and_world_size, run_everywhere, run_on_rank0
 from util.data.attention_maps import CROPS, AttentionMaps, BoxedDataset, Squash, maps_path, write_maps
 from util.data.datasets import AddressedDataset, StepBatchSampler, stack
@@ -59,7 +61,7 @@ def check_sampling(args: argparse.Namespace, model: Framework) -> None:
     """Raises ValueError if the flags of sampling by attention do not fit each other or the model."""
     if args.vflip:
         raise ValueError("--vflip does not go with --sampling attention, whose maps are mirrored left to right alone")
-    if not hasattr(model, "cls_attention"):
+    if not isinstance(model, ViTEncoder):
         raise ValueError(
             f"--sampling attention needs a class token that attends to all patches, which {args.model} does not have: "
             "choose a model on ViT, or another --sampling"
@@ -71,6 +73,32 @@ def check_sampling(args: argparse.Namespace, model: Framework) -> None:
             f"--attention_start {args.attention_start} and --attention_every {args.attention_every} leave none of "
             f"{args.epochs} epochs for sampling by attention: lower them"
         )
+
+
+def cls_attention(encoder: ViTEncoder, imgs: torch.Tensor) -> torch.Tensor:
+    """Returns how much the first class token attends to the patches in the last block, float [B, heads, N].
+
+    imgs: normalised images [B, C, H, W], of which all patches are visible.
+    """
+    from encoders.models_relative_vit import RelativeAttention
+
+    x = encoder.prepend_cls_token(encoder.embed(imgs))
+    relative = encoder.relative_positions(size=imgs.shape[-2:])
+    for block in encoder.blocks[:-1]:
+        x = block(x, relative)
+    x = encoder.blocks[-1].norm1(x)
+    last = encoder.blocks[-1].attn
+    bias = None
+    if isinstance(last, RelativeAttention):
+        q, k, _, bias = last.project(x, relative)
+    else:
+        q, k, _ = split_heads(last.rotated_qkv(x, relative), last.num_heads)
+    first = q[..., :1, :] * q.shape[-1] ** -0.5
+    logits = first @ k.transpose(-2, -1)  # [B, heads, 1, P + N]
+    if bias is not None:
+        logits = logits + bias[..., :1, :]
+    attention = logits.float().softmax(dim=-1)
+    return attention[..., 0, encoder.num_cls_tokens :]
 
 
 def mean_over_heads(attention: torch.Tensor) -> torch.Tensor:
@@ -117,7 +145,7 @@ def compute_maps(
             loop.stop_if_asked()
             imgs = next(batches)[0].to(device, non_blocking=True)
             with loop.autocast():
-                attention = model.cls_attention(loop.normalize(imgs))
+                attention = cls_attention(model, loop.normalize(imgs))
             gathered = gather_on_rank0(mean_over_heads(attention).half())
             bad += (~attention.isfinite()).sum()
             if maps is not None:

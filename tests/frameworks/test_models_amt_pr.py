@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from frameworks import models_amt_pr
+from frameworks.hooks.attention_phases import cls_attention
 from frameworks.models_amt_pr import (
     ON_MAE,
     ON_SIMMIM,
@@ -197,7 +198,7 @@ def test_cls_attention_is_the_softmax_of_the_last_block(kind):
     inputs = []
     model.blocks[-1].norm1.register_forward_hook(lambda module, args, output: inputs.extend(output))
     imgs = torch.randn(2, 3, 24, 24, dtype=torch.float64)
-    found = model.cls_attention(imgs)
+    found = cls_attention(model, imgs)
     assert found.shape == (2, 3, 36)
     tokens = inputs[1]  # of the second image, [T, D]
     q_weight, k_weight, _ = attention.qkv.weight.chunk(3)

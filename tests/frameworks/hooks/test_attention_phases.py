@@ -6,12 +6,11 @@ import signal
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.testing import assert_close
 
 import main_pretrain
 from frameworks.hooks import attention_phases
-from frameworks.hooks.attention_phases import compute_maps, mean_over_heads, refresh_epochs
+from frameworks.hooks.attention_phases import cls_attention, compute_maps, mean_over_heads, refresh_epochs
 from models_mae_pr import mae_vit_micro_patch4
 from models_vit import ViTEncoder
 from prmim import TokenCounts, TokenOrderSampler, addressed_noise
@@ -19,6 +18,7 @@ from tests.conftest import read_photo, write_photo
 from tests.loops import SilentLog, a_run, a_schedule
 from tests.orders import draw_order
 from tests.runs import assert_same_state, pretrain, reports, state
+from tests.test_models_mae_pr import perturbed
 from tests.two_processes import run_in_two_processes
 from tests.warm import run_by_torchrun
 from util.data.attention_maps import AttentionMaps, Squash, crop_box, maps_path
@@ -68,14 +68,28 @@ def test_each_head_is_scaled_and_then_averaged():
     assert_close(mean_over_heads(attention), expected)
 
 
-class Constant(nn.Module):
-    """A model whose class token attends to all tokens alike."""
-
-    img_size = (32, 32)
-    grid_size = (8, 8)
-
-    def cls_attention(self, imgs):
-        return torch.full((len(imgs), 3, 64), 1 / 65)
+@torch.no_grad()
+@pytest.mark.parametrize("num_cls_tokens", [1, 3])
+def test_cls_attention_is_the_softmax_of_the_last_block(num_cls_tokens):
+    """From the first class token to the patches."""
+    torch.manual_seed(0)
+    model = perturbed(
+        ViTEncoder(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_cls_tokens=num_cls_tokens)
+    )
+    last = model.blocks[-1]
+    inputs = []
+    last.norm1.register_forward_hook(lambda module, args, output: inputs.extend(output))
+    imgs = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    found = cls_attention(model, imgs)
+    assert found.shape == (2, 3, 16)
+    assert found.dtype == torch.float32
+    for b in range(2):
+        q, k, _ = last.attn.qkv(inputs[b]).chunk(3, dim=1)  # [T, D] each
+        for head in range(3):
+            span = slice(16 * head, 16 * head + 16)
+            logits = k[:, span] @ q[0, span] / 4  # the root of 16 channels
+            expected = logits.softmax(dim=0)[num_cls_tokens:]
+            assert_close(found[b, head].double(), expected, rtol=1e-5, atol=0)
 
 
 def a_loop():
@@ -101,8 +115,9 @@ def maps_of(model, folder, num_workers=0):
 
 
 def test_attention_that_is_not_finite_is_an_error(uneven):
-    model = Constant()
-    model.cls_attention = lambda imgs: torch.full((len(imgs), 3, 64), torch.nan)
+    model = a_model()
+    with torch.no_grad():
+        model.blocks[-1].attn.qkv.weight.fill_(torch.nan)
     with pytest.raises(FloatingPointError, match="attention of the class token is not finite"):
         maps_of(model, uneven)
 
@@ -128,7 +143,7 @@ def test_maps_are_those_of_the_whole_images_one_by_one(uneven, num_workers):
     for i in (0, 1, 3, 4, 5, 6):
         img = Squash(32)(read_photo(images.path(i)))
         with torch.no_grad():
-            attention = model.cls_attention(normalize(img[None]))
+            attention = cls_attention(model, normalize(img[None]))
         expected = mean_over_heads(attention).view(8, 8)
         found = torch.from_numpy(maps[i]).float()
         assert_close(found, expected, atol=1e-3, rtol=0)
@@ -289,7 +304,6 @@ def test_missing_maps_are_made_again_and_said(photos, tmp_path, capsys):
 
 def test_a_signal_while_maps_are_made_loses_nothing(photos, whole, tmp_path, monkeypatch):
     """The last two checkpoints stay, and the same maps are made again."""
-    cls_attention = ViTEncoder.cls_attention
     calls = []
 
     def interrupted(model, imgs):
@@ -298,7 +312,7 @@ def test_a_signal_while_maps_are_made_loses_nothing(photos, whole, tmp_path, mon
             os.kill(os.getpid(), signal.SIGTERM)
         return cls_attention(model, imgs)
 
-    monkeypatch.setattr(ViTEncoder, "cls_attention", interrupted)
+    monkeypatch.setattr(attention_phases, "cls_attention", interrupted)
     assert main_pretrain.main(pretrain.command(photos, tmp_path / "parts", *FLAGS)) is False
     assert [path.name for path in list_checkpoints(tmp_path / "parts")] == ["checkpoint-3.pth", "checkpoint-6.pth"]
     assert maps_path(tmp_path / "parts", 0).exists()
