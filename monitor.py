@@ -6,7 +6,6 @@ the next start makes up for it.
 """
 
 import argparse
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from util.data.images import Images, evenly_spaced, has_one_label, match_splits
 from util.data.open import open_everywhere
 from util.data.transforms import ResizeCenterCrop
 from util.evaluate.context import context_of_loop
-from util.evaluate.features import Features, class_feature, extract_features, forward_blocks, num_class_tokens
+from util.evaluate.features import Features, encode_blocks, extract_features, num_class_tokens
 from util.evaluate.knn import KnnProtocol, knn_accuracy
 from util.evaluate.moments import Moments, moments_of_all
 from util.evaluate.results import accuracy_text
@@ -56,22 +55,13 @@ FLAGS = (
 
 
 def encode(model: Framework, imgs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Computes one feature vector per whole image, by the encoder that is fine-tuned, in float32 or wider.
+    """Computes the features of whole images, by the encoder that is fine-tuned: see `Tokens.vectors`.
 
-    imgs: normalised images [B, C, H, W]. Returns {"mean": mean of the patch tokens [B, D], "cls": class token [B, D]},
-    both after the encoder's final norm. Encoders without a class token return "mean" alone. For several class tokens
-    see `util.evaluate.features.class_feature`.
+    imgs: normalised images [B, C, H, W].
     """
+    depth = len(getattr(model, "blocks", ()))
     num_prefix = getattr(model, "num_cls_tokens", 0)
-    num_cls = num_class_tokens(model)
-    last = len(getattr(model, "blocks", ()))
-    # Several class tokens are read before the final norm.
-    x, outputs = forward_blocks(model, imgs, [last] if num_cls > 1 else [])  # [B, P + N, D]
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    features = {"mean": x[:, num_prefix:].mean(dim=1)}
-    if num_cls:
-        features["cls"] = class_feature(x, outputs.get(last), num_cls)
-    return features
+    return encode_blocks(model, imgs, [depth], depth, num_prefix, num_class_tokens(model))[depth].vectors()
 
 
 def bank_images(num_images: int, num_wanted: int, seed: int) -> np.ndarray:
@@ -138,12 +128,10 @@ class Monitor:
     def perform(self) -> None:
         """Measures the encoder and logs the result. FloatingPointError if features are not finite at the end."""
         loop = self.loop
-        begin = time.perf_counter()
         scalars: dict[str, Any] = {"epoch": (loop.step - 1) // loop.steps_per_epoch}  # -1: before the first one
         bank = self.extract(self.images, self.bank)
         moments = {name: moments_of_all(x) for name, x in bank.values.items()}
-        # Features whose squares overflow in float32 have no cosine similarity.
-        is_finite = all(bool(m.gram.trace().float().isfinite()) for m in moments.values())
+        is_finite = all(m.is_finite for m in moments.values())
         if is_finite:
             if self.num_classes:
                 scalars |= self.accuracies(bank, moments)
@@ -151,10 +139,8 @@ class Monitor:
             scalars["rankme_centred"] = moments["mean"].rankme(centred=True)
         else:
             scalars["rankme"] = None
-        scalars["knn_seconds"] = time.perf_counter() - begin
         line = describe(scalars)
-        when = f"after epoch {scalars['epoch']}" if loop.step else "before training"
-        loop.log.report(loop.step, scalars, f"{when}: {line}; {scalars['knn_seconds']:.1f} s", line)
+        loop.log.report(loop.step, scalars, f"{when(scalars)}: {line}", line)
         if loop.step == loop.last_step and not is_finite:
             raise FloatingPointError("the features of the encoder are not finite: try --precision fp32")
 
@@ -181,9 +167,8 @@ class Monitor:
         scalars: dict[str, float] = {}
         for name in bank.values:
             for scaling, statistics in (("z", moments[name]), ("raw", None)):
-                scores = knn_accuracy(bank, queries, name, protocol, statistics, self.loop.stop_if_asked)[
-                    KNN_NEIGHBOURS
-                ]
+                of_neighbours = knn_accuracy(bank, queries, name, protocol, statistics, self.loop.stop_if_asked)
+                scores = of_neighbours[KNN_NEIGHBOURS]
                 if (name, scaling) == ("mean", "z"):
                     for measure, value in scores.items():
                         scalars[f"knn_{measure}"] = value
@@ -210,18 +195,16 @@ def describe_accuracies(scalars: Mapping[str, float]) -> str:
     return text + ")"
 
 
+def when(report: Mapping[str, Any]) -> str:
+    """Returns, for example, "after epoch 3"."""
+    if report["epoch"] < 0:
+        return "before training"
+    return f"after epoch {report['epoch']}"
+
+
 def summary_lines(history: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns lines for the end of a run: the first and the last evaluation in its log."""
     evaluations = [report for report in history if report.get("rankme") is not None]
     if len(evaluations) > 2:
         evaluations = [evaluations[0], evaluations[-1]]
-    lines = []
-    for report in evaluations:
-        when = "before training"
-        if report["step"]:
-            when = f"after epoch {report['epoch']}"
-        if "knn_top1" in report:
-            lines.append(f"  kNN          top-1 {report['knn_top1']:.2f} %, RankMe {report['rankme']:.1f} {when}")
-        else:
-            lines.append(f"  RankMe       {report['rankme']:.1f} {when}")
-    return lines
+    return [f"  {when(report)}: {describe(report)}" for report in evaluations]

@@ -6,32 +6,23 @@ of a grid of learning rates and weight decays are trained at once, on the same b
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from encoders.load import build, read
-from util.evaluate.features import class_feature, forward_blocks, num_class_tokens
+from util.evaluate.features import Tokens, encode_blocks, num_class_tokens
 from util.run.start.resume import identify_encoder
 
 HEAD_CHANNELS = 64  # of a head of the attentive probe
 
 
-class Tokens(NamedTuple):
-    """What an encoder makes of a batch of images at one block, after the final norm."""
-
-    cls: Tensor | None  # [B, D]; None without a class token
-    patches: Tensor  # [B, N, D]
-
-
 class FrozenEncoder(nn.Module):
     """A network in eval mode without gradients: `encoder(imgs) -> {block: Tokens}`, in float32 or wider.
 
-    network: has `forward_features(imgs)`, which returns tokens [B, P + N, D] or a map [B, D, H, W] or [B, H, W, D].
-    num_prefix: leading tokens that are not patches. num_cls: how many of these are class tokens, see
-    `util.evaluate.features.class_feature`.
-    sha256: of the weights. pixel_settings: see `CheckpointInfo.pixel_settings`. notes: what is to be printed.
+    network, num_prefix, num_cls: see `util.evaluate.features.encode_blocks`. sha256: of the weights. pixel_settings: see
+    `CheckpointInfo.pixel_settings`. notes: what is to be printed.
 
     `blocks` are counted from 1. By default only the last one is read. Outputs of other blocks go through the final
     norm, too, as in DINOv2's evaluation.
@@ -79,37 +70,14 @@ class FrozenEncoder(nn.Module):
     @torch.no_grad()
     def forward(self, imgs: Tensor) -> dict[int, Tokens]:
         """Encodes normalised images [B, C, H, W]."""
-        hooked = self.blocks
-        if not self.depth:
-            hooked = []
-        last, before_norm = forward_blocks(self.network, imgs, hooked)
-        tokens = {}
-        for block in self.blocks:
-            x = last
-            if block != self.depth:
-                x = self.network.norm(before_norm[block])
-            tokens[block] = self.split(x, before_norm.get(block))
-        return tokens
-
-    def split(self, x: Tensor, before_norm: Tensor | None) -> Tokens:
-        """Separates class tokens and patches, and flattens a map of features."""
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        if x.ndim == 4:
-            if x.shape[-1] != self.dim:
-                x = x.permute(0, 2, 3, 1)
-            x = x.flatten(1, 2)
-        cls = None
-        if self.num_cls:
-            cls = class_feature(x, before_norm, self.num_cls)
-        return Tokens(cls, x[:, self.num_prefix :])
+        return encode_blocks(self.network, imgs, self.blocks, self.depth, self.num_prefix, self.num_cls)
 
     def vectors(self, imgs: Tensor) -> dict[str, Tensor]:
         """Returns {"<block> mean": [B, D], "<block> cls": [B, D]}, one vector per image, of each block."""
         vectors: dict[str, Tensor] = {}
         for block, tokens in self(imgs).items():
-            vectors[f"{block} mean"] = tokens.patches.mean(dim=1)
-            if tokens.cls is not None:
-                vectors[f"{block} cls"] = tokens.cls
+            for feature, x in tokens.vectors().items():
+                vectors[f"{block} {feature}"] = x
         return vectors
 
 

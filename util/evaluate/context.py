@@ -87,13 +87,6 @@ def share_of_rank(indices: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.asarray(indices)[rank::world_size]
 
 
-def most_batches(num_images: int, context: EvalContext) -> int:
-    """Returns the number of batches of the rank with the largest share of the images."""
-    _, world_size = collectives.rank_and_world_size()
-    largest_share = math.ceil(num_images / world_size)
-    return math.ceil(largest_share / context.batch_size)
-
-
 def evaluation_batches(
     dataset: AddressedDataset,
     indices: Sequence[int] | np.ndarray,
@@ -119,16 +112,17 @@ def evaluation_batches(
         for_gpu=context.device.type == "cuda",
         batch_bytes=dataset.images.pixel_format.pixel_bytes * height * width * context.batch_size,
     )
-    rank, _ = collectives.rank_and_world_size()
+    rank, world_size = collectives.rank_and_world_size()
     is_shown = rank == 0 and sys.stderr.isatty()
     bar = tqdm(loaded, total=len(addresses), unit="batch", leave=False, disable=not is_shown)
     batches: Iterator[Any] = iter(bar)
+    largest_share = math.ceil(len(indices) / world_size)  # of the first rank
     batches_apart = math.ceil(IMAGES_PER_QUESTION / context.batch_size)
     try:
         if context.stop is not None:
             batches = BatchesAhead(batches, len(addresses), 2 * batches_apart, context.stop)
             context.stop_if_asked()
-        for number in range(most_batches(len(indices), context)):
+        for number in range(math.ceil(largest_share / context.batch_size)):
             if number % batches_apart == 0:
                 context.stop_if_asked()
             if number < len(addresses):  # other ranks may have one more

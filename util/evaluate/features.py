@@ -73,40 +73,64 @@ def _join(features: Mapping[str, list[Tensor]], device: torch.device) -> dict[st
     return joined
 
 
-def forward_blocks(network: nn.Module, imgs: Tensor, blocks: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
-    """Returns (`network.forward_features(imgs)`, {block: its output before the final norm}). Blocks count from 1."""
-    outputs: dict[int, Tensor] = {}
+class Tokens(NamedTuple):
+    """What an encoder makes of a batch of images at one block, after the final norm."""
+
+    cls: Tensor | None  # [B, D]; None without a class token
+    patches: Tensor  # [B, N, D]
+
+    def vectors(self) -> dict[str, Tensor]:
+        """Returns {"mean": mean of the patch tokens [B, D], "cls": class token [B, D], if there is one}."""
+        vectors = {"mean": self.patches.mean(dim=1)}
+        if self.cls is not None:
+            vectors["cls"] = self.cls
+        return vectors
+
+
+def encode_blocks(
+    network: nn.Module, imgs: Tensor, blocks: Sequence[int], depth: int, num_prefix: int, num_cls: int
+) -> dict[int, Tokens]:
+    """Returns {block: its Tokens, in float32 or wider} of normalised images [B, C, H, W].
+
+    network: has `forward_features(imgs)`, which returns tokens [B, P + N, D] or a map [B, D, H, W] or [B, H, W, D].
+    blocks: counted from 1; number `depth` is the last one. num_prefix: leading tokens that are not patches. num_cls:
+    how many of these are class tokens. Of several, the mean before the norm is read, as Pixio's (arXiv 2512.15715).
+    """
+    outputs: dict[int, Tensor] = {}  # before the final norm
 
     def keep(block: int, module: nn.Module, args: Any, output: Tensor) -> None:
         outputs[block] = output
 
     hooks = []
     for block in blocks:
-        module = network.blocks[block - 1]
-        hooks.append(module.register_forward_hook(partial(keep, block)))
+        if block != depth or num_cls > 1:
+            hooks.append(network.blocks[block - 1].register_forward_hook(partial(keep, block)))
     try:
-        return network.forward_features(imgs), outputs
+        last = network.forward_features(imgs)
     finally:
         for hook in hooks:
             hook.remove()
+    tokens = {}
+    for block in blocks:
+        x = last
+        if block != depth:
+            x = network.norm(outputs[block])
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        if x.ndim == 4:
+            if x.shape[-1] != network.num_features:
+                x = x.permute(0, 2, 3, 1)
+            x = x.flatten(1, 2)
+        cls = None
+        if num_cls == 1:
+            cls = x[:, 0]
+        elif num_cls > 1:
+            cls = outputs[block][:, :num_cls].to(x.dtype).mean(dim=1)
+        tokens[block] = Tokens(cls, x[:, num_prefix:])
+    return tokens
 
 
 def num_class_tokens(network: nn.Module) -> int:
-    """Returns how many tokens `class_feature` reads: without registers. 0: the network has no class token."""
+    """Returns how many class tokens `encode_blocks` reads: without registers. 0: the network has no class token."""
     if getattr(network, "registers", False):
         return 1
     return getattr(network, "num_cls_tokens", 0)
-
-
-def class_feature(x: Tensor, before_norm: Tensor | None, num_cls_tokens: int) -> Tensor:
-    """Returns the class feature of each image [B, D]: one token after the norm, or the mean of several before the norm.
-
-    The latter is Pixio's (arXiv 2512.15715).
-
-    x, before_norm: tokens [B, T, D] after and before the final norm. The latter may be None for a single class token;
-    otherwise None means that the network has no such output, and `x` is read.
-    """
-    if num_cls_tokens == 1:
-        return x[:, 0]
-    tokens = x if before_norm is None else before_norm
-    return tokens[:, :num_cls_tokens].to(x.dtype).mean(dim=1)

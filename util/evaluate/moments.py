@@ -43,6 +43,11 @@ class Moments:
         variance = self.gram.diagonal() / self.count - self.mean.square()
         return variance.clamp_min(0).sqrt()
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all features are finite. Those whose squares overflow in float32 have no cosine similarity."""
+        return bool(self.gram.trace().float().isfinite())
+
     def rankme(self, centred: bool = False) -> float:
         """Returns RankMe (Garrido et al., ICML 2023): the exponential of the entropy of the singular values' shares.
 
