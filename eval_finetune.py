@@ -17,7 +17,8 @@ from util.data.statistics import normalizer
 from util.data.transforms import ResizeCenterCrop
 from util.evaluate import robustness
 from util.evaluate.context import context_of_flags
-from util.evaluate.results import Evaluation, accuracy_text, finish_evaluation
+from util.evaluate.results import Evaluation, ResultsFile, accuracy_text, finish_evaluation
+from util.evaluate.robustness import summarise
 from util.run.files import checkpoint
 from util.run.files.record import INVALID_SETTINGS, CheckpointInfo, without_marks
 from util.run.processes.distributed import Process, precision
@@ -138,11 +139,13 @@ def evaluate_corruptions(
     if output_dir is None:
         raise ValueError("--eval_set imagenet_c takes hours and continues after a stop: give --output_dir")
     sha256 = collectives.run_on_rank0(lambda: checkpoint.recorded_sha256(weights))
-    results = robustness.open_results(output_dir / robustness.RESULTS, str(weights), sha256, protocol)
-    for name in results.missing(folders):
-        results.add(name, score(folders[name]))
-        print_on_rank0(f"{name}: {accuracy_text(results.parts[name])}")
-    figures = robustness.summarise(results.parts)
+    path = output_dir / robustness.RESULTS
+    results = ResultsFile(path, str(weights), sha256, protocol, lambda parts: {"imagenet_c": summarise(parts)})
+    for name, folder in folders.items():
+        if name not in results.parts:
+            results.add(name, score(folder))
+            print_on_rank0(f"{name}: {accuracy_text(results.parts[name])}")
+    figures = summarise(results.parts)
     for corruption, error in figures["ce"].items():
         print_on_rank0(f"{corruption:<18} CE {error:.2f} %, error {figures['errors'][corruption]:.2f} %")
     print_on_rank0(f"mCE {figures['mce']:.2f} % (AlexNet's is 100), mean error {figures['mean_error']:.2f} %")

@@ -16,8 +16,7 @@ segmentation   OUT/labels/NAME.png: palette PNGs in the size of the image, with 
 detection      OUT/detections.json: COCO's results. OUT/images.json: the ids of the images. OUT/pictures.
 
 OUT/predict.json says which model predicted, and what label values and colours mean. The same command again continues
-with the images that are missing or have changed. An image that cannot be read is named and left out; the exit code is
-then 1.
+with the images that are missing. An image that cannot be read is named and left out; the exit code is then 1.
 """
 
 import argparse
@@ -41,7 +40,7 @@ from util.data.images import EncodedImages, ImageError, Reading
 from util.data.pixel_format import Header
 from util.data.statistics import normalizer
 from util.evaluate.context import context_of_flags
-from util.evaluate.predictions import Predictor, Progress, open_unlabelled, write_record
+from util.evaluate.predictions import Progress, open_unlabelled, write_record
 from util.flag import Flag
 from util.run.cli import Parser
 from util.run.exits import run_program
@@ -115,7 +114,7 @@ def refuse_other_tasks(args: argparse.Namespace, task: str) -> None:
             raise ValueError(f"--{name} is for {owner}, and {args.run!r} is a model of {task}: leave it out")
 
 
-def make_predictor(args: argparse.Namespace, process: Process) -> Predictor:
+def make_predictor(args: argparse.Namespace, process: Process) -> Detections | LabelMaps | Probabilities:
     """Returns what predicts the images that the flags name, by the model of the run. It writes the record."""
     trained = load(args.run)
     weights = identify_encoder(Path(trained.weights.path))
@@ -139,7 +138,7 @@ def make_predictor(args: argparse.Namespace, process: Process) -> Predictor:
         "precision": precision(args.precision, context.device).name,
     }
     facts: dict[str, Any] = {"task": task, "checkpoint": weights.path, "code": code_version()}
-    predictor: Predictor
+    predictor: Detections | LabelMaps | Probabilities
     if task == "detection":
         coco_masks()  # refuses to go on without the library
         ids = choose_ids(images, args.image_ids)
@@ -167,10 +166,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         predictor = make_predictor(args, process)
         num_images = len(predictor.images)
         progress = Progress(num_images, num_images - len(predictor.missing()))
-        try:
+        with progress.bar:
             predictor.write_missing(progress)
-        finally:
-            progress.close()
         num_written = num_images - len(predictor.missing())
         print_on_rank0(f"predicted {num_written} of {count_of(num_images, 'image')}: {args.output_dir}")
     if progress.num_unreadable:

@@ -86,7 +86,7 @@ class Detections:
         self.ids = ids
         self.num_pictures = num_pictures
         self.picture_paths = output_paths(out / "pictures", images, lambda name: f"{Path(name).suffix}.png")
-        self.results = Results(out, images, partial(name_of, images))
+        self.results = Results(out, images)
 
     def missing(self) -> list[int]:
         return self.results.missing()

@@ -37,7 +37,7 @@ from util.data.pictures import as_picture
 from util.data.pixel_format import GDAL_NODATA, tifffile
 from util.data.transforms import Size
 from util.evaluate.context import EvalContext
-from util.evaluate.predictions import Progress, Results, name_of, output_paths, prepared_batches, print_tenth
+from util.evaluate.predictions import Progress, output_paths, prepared_batches
 from util.pictures import save
 
 MAX_WHOLE = 2**22  # pixels of a TIFF that is predicted as a whole, if it is not scaled
@@ -117,7 +117,6 @@ class LabelMaps:
         self.palette = np.zeros((256, 3), np.uint8)  # by value of a label map
         self.palette[self.values.of_classes] = info.class_colors or default_colors(self.values.num_classes)
         self.paths = output_paths(out / "labels", images, label_ending)
-        self.results = Results(out, images, partial(name_of, images))  # of maps that are written
         self.picture_paths = output_paths(out / "pictures", images, lambda name: ".png")
         if tifffile is None and any(path.suffix == ".tif" for path in self.paths):
             raise ValueError("label maps of TIFFs are TIFFs, which tifffile writes: pip install tifffile")
@@ -130,7 +129,7 @@ class LabelMaps:
 
     def missing(self) -> list[int]:
         """Returns the images without a label map."""
-        return [i for i, path in enumerate(self.paths) if i not in self.results.by_index or not path.exists()]
+        return [i for i, path in enumerate(self.paths) if not path.exists()]
 
     def note_scale(self, is_chosen: bool) -> list[str]:
         """Returns a note if images of a sample are shrunk into --image_scale of the run, which names the largest.
@@ -174,7 +173,7 @@ class LabelMaps:
             except ImageError as error:
                 progress.fail(str(error))
             else:
-                progress.step(1)
+                progress.bar.update(1)
 
     def is_large(self, i: int) -> bool:
         """Whether an image is read row by row: a large TIFF, unless it can only be read as a whole."""
@@ -220,8 +219,7 @@ class LabelMaps:
             parts = slide_rows(self.logits_of_windows, read, tiff.size, window, self.stride, self.weights)
             num_parts = len(window_starts(height, window[0], self.stride))
             bar = tqdm(parts, total=num_parts, unit="row of windows", leave=False, disable=None)
-            for number, (rows, logits) in enumerate(bar):
-                print_tenth(number, number + 1, num_parts, f"rows of windows of {tiff.path!r}")
+            for rows, logits in bar:
                 invalid = np.zeros((len(labels[rows]), width), bool)
                 if tiff.pixels.has_invalid:
                     invalid = find_invalid(tiff.read(rows))
@@ -261,7 +259,6 @@ class LabelMaps:
                 picture = Image.fromarray(labels)
                 picture.putpalette(self.palette.tobytes())
                 picture.save(temporary)
-        self.results.add(i, None)
 
     def write_picture(self, i: int, img: Tensor, labels: np.ndarray) -> None:
         """Writes an image [C, h, w] as stored, of any size, under the colours of a label map [H, W]."""

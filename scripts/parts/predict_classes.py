@@ -2,7 +2,6 @@
 
 import csv
 import math
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,14 +30,10 @@ class Probabilities:
         self.path = out / CSV
         self.context = context
         self.crop = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], images.use_pillow)
-        self.results = Results(out, images, self.place)
+        self.results = Results(out, images)
 
     def missing(self) -> list[int]:
         return self.results.missing()
-
-    def place(self, i: int) -> str:
-        """Returns the path of an image, whatever folder the program is started in."""
-        return os.path.abspath(self.images.path(i))
 
     @torch.no_grad()
     def write_missing(self, progress: Progress) -> None:

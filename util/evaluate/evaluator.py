@@ -43,14 +43,12 @@ class Evaluator:
         return step > 0 and (step % period == 0 or step == schedule.num_steps)
 
     def is_done(self) -> bool:
-        """Whether log and results.json hold the evaluation of the current step, and its weights are there if best."""
+        """Whether the log holds the evaluation of the current step, and its weights are there if they are the best."""
         step = self.loop.step
-        if not any(report["step"] == step for report in self.evaluations()):
+        evaluations = [report for report in self.loop.log.history() if "val_num_images" in report]
+        if not any(report["step"] == step for report in evaluations):
             return False
-        results = self.results()
-        if results.get("last", {}).get("step") != step:
-            return False
-        is_best = results.get("best", {}).get("step") == step
+        is_best = self.results().get("best", {}).get("step") == step
         best = self.read_best()
         return not is_best or (best is not None and best.step == step)
 
@@ -71,10 +69,7 @@ class Evaluator:
         if result.picture is not None:
             loop.log.picture(self.picture_name, result.picture, step)
         facts["encoder"] = None if run.first_weights is None else asdict(run.first_weights)
-        try:
-            write_results(run.output_dir, last, result.details, **facts)
-        except OSError as error:
-            loop.log.info(f"warning: {RESULTS} could not be written ({error}); the same command writes it again")
+        write_results(run.output_dir, last, result.details, **facts)
         # The log comes last: an evaluation that is not in the log is repeated after a kill.
         line = self.describe(result.scores)
         loop.log.report(step, report, f"after {self.when(last)}: {line}", line)
@@ -105,10 +100,6 @@ class Evaluator:
         path = self.loop.run.output_dir / BEST
         return checkpoint.read_info(path).run if path.exists() else None
 
-    def evaluations(self) -> list[dict[str, Any]]:
-        """Returns the reports of all evaluations in the log, on rank 0."""
-        return [report for report in self.loop.log.history() if "val_num_images" in report]
-
     def results(self) -> dict[str, Any]:
         """Returns the content of results.json; an empty dict if there is none."""
         return read_json(self.loop.run.output_dir / RESULTS)
@@ -127,7 +118,4 @@ class Evaluator:
             if name in results:
                 scores = {key.removeprefix("val_"): value for key, value in results[name].items()}
                 lines.append(f"  {name:<11}  {self.when(results[name])}: {self.describe(scores)}")
-        picture = self.loop.run.output_dir / self.picture_name
-        if self.picture_name and self.loop.run.args.num_pictures and picture.exists():
-            lines.append(f"  pictures     {picture}")
         return lines

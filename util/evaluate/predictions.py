@@ -1,6 +1,6 @@
 """Predictions for images without labels: which images, how far a program is, and what it cannot read.
 
-A program that is started again continues after what it has written: files of single images, or the lines of `Results`.
+A program that is started again continues after what it has written: files of single images, or lines of `Results`.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,17 +23,16 @@ from util.data.images import (
     EncodedImages,
     ImageError,
     ImageFiles,
-    MissingImage,
     Reading,
     find_storage_error,
 )
 from util.data.loader import Loader
-from util.data.tars import TarImages, open_tars
+from util.data.tars import open_tars
 from util.data.transforms import to_tensor
 from util.evaluate.context import EvalContext
-from util.evaluate.results import describe_changes
+from util.evaluate.results import refuse_changes
 from util.run.files.json_files import write_json
-from util.text import count_of, printable
+from util.text import printable
 
 RECORD = "predict.json"
 RESULTS = ".results.jsonl"
@@ -109,38 +108,17 @@ def output_paths(folder: Path, images: EncodedImages, ending: Callable[[str], st
 
 
 class Progress:
-    """Counts the images of a program, and names what cannot be read on stderr.
-
-    It shows a bar on a terminal, and prints a line after each tenth elsewhere.
-    """
+    """Counts the images of a program on a terminal, and names what cannot be read on stderr."""
 
     def __init__(self, num_images: int, num_done: int) -> None:
         """num_done: images whose outputs are there already."""
-        if num_done:
-            print(f"already done: {num_done} of {count_of(num_images, 'image')}", flush=True)
         self.num_unreadable = 0
-        self.num_images = num_images
-        self.num_done = num_done
-        self.bar = tqdm(total=num_images, initial=num_done, unit="image", disable=not sys.stderr.isatty())
-
-    def step(self, num_images: int) -> None:
-        self.bar.update(num_images)
-        print_tenth(self.num_done, self.num_done + num_images, self.num_images, "images")
-        self.num_done += num_images
+        self.bar = tqdm(total=num_images, initial=num_done, unit="image", disable=None)
 
     def fail(self, message: str) -> None:
         """Names an image that cannot be read."""
         self.num_unreadable += 1
         tqdm.write(f"not predicted: {printable(message)}", file=sys.stderr)
-
-    def close(self) -> None:
-        self.bar.close()
-
-
-def print_tenth(before: int, now: int, total: int, unit: str) -> None:
-    """Prints how many of `total` are done, unless stderr is a terminal, or no further tenth is."""
-    if not sys.stderr.isatty() and 10 * now // total > 10 * before // total:
-        print(f"{now} of {total} {unit}", flush=True)
 
 
 class PreparedBatch(NamedTuple):
@@ -167,10 +145,9 @@ class PreparedImages(torch.utils.data.Dataset):
             try:
                 pixels, _ = self.images.load(i)
             except ImageError as error:
-                if isinstance(error, MissingImage):  # perhaps the storage is
-                    storage_error = find_storage_error(self.images)
-                    if storage_error is not None:
-                        raise storage_error from error
+                storage_error = find_storage_error(self.images)
+                if storage_error is not None:
+                    raise storage_error from error
                 batch.problems.append(str(error))
                 continue
             batch.indices.append(i)
@@ -210,24 +187,12 @@ def prepared_batches(
                 progress.fail(problem)
             if batch.indices:
                 yield batch.indices, batch.views
-            progress.step(len(batch.indices))
+            progress.bar.update(len(batch.indices))
     finally:
         loaded.close()
 
 
 # ------------------------------------------------------------------------------------------------------------ outputs
-
-
-class Predictor(Protocol):
-    """What a program needs of the predictions of a task."""
-
-    images: EncodedImages
-
-    def missing(self) -> list[int]:
-        """Returns the images without predictions."""
-
-    def write_missing(self, progress: Progress) -> None:
-        """Predicts them, and writes all that is to be written."""
 
 
 def write_record(folder: Path, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
@@ -237,61 +202,39 @@ def write_record(folder: Path, settings: Mapping[str, Any], facts: Mapping[str, 
     """
     path = folder / RECORD
     if path.exists():
-        record = json.loads(path.read_text())
-        changes = describe_changes(record["settings"], json.loads(json.dumps(settings)))
-        if changes:
-            owner = record["checkpoint"]
+        refuse_changes(path, json.loads(path.read_text())["settings"], settings)
+    else:
+        foreign = [name for name in FOREIGN if (folder / name).exists()]
+        if foreign:
             raise ValueError(
-                f"--output_dir {str(folder)!r} holds predictions by {owner!r} ({changes}): choose another folder"
+                f"--output_dir {str(folder)!r} holds {', '.join(foreign)} of another program: choose another folder"
             )
-    foreign = [name for name in FOREIGN if (folder / name).exists()]
-    if foreign and not path.exists():
-        raise ValueError(
-            f"--output_dir {str(folder)!r} holds {', '.join(foreign)} of another program: choose another folder"
-        )
     write_json(path, {"settings": settings, **facts})
-
-
-def stamp_of(images: EncodedImages, i: int) -> list[int] | None:
-    """Returns size and time of change of the file or tar that holds an image, None if it has gone."""
-    place = images.path(i)
-    if isinstance(images, TarImages):
-        place = images.storage.path(images.span(i).tar)
-    try:
-        status = os.stat(place)
-    except OSError:
-        return None
-    return [status.st_size, status.st_mtime_ns]
 
 
 class Results:
     """Results of images that become one file at the end: {i: result}. Until then, a file holds a line for each.
 
-    key: names image i. An image whose file has changed has no result.
+    A line names the image by its absolute path: those in different tars may have one name.
     """
 
-    def __init__(self, folder: Path, images: EncodedImages, key: Callable[[int], str]) -> None:
+    def __init__(self, folder: Path, images: EncodedImages) -> None:
         self.path = folder / RESULTS
-        self.keys = [key(i) for i in range(len(images))]
-        self.stamps = [stamp_of(images, i) for i in range(len(images))]
-        self.by_index: dict[int, Any] = {}
-        lines: dict[str, tuple[Any, Any]] = {}
+        self.paths = [os.path.abspath(images.path(i)) for i in range(len(images))]
+        by_path: dict[str, Any] = {}
         if self.path.exists():
             for line in self.path.read_text().split("\n"):
                 with suppress(ValueError):  # an interruption leaves a part of a line
-                    name, stamp, result = json.loads(line)
-                    lines[name] = stamp, result
-        for i, name in enumerate(self.keys):
-            stamp, result = lines.get(name, (False, None))
-            if stamp == self.stamps[i]:
-                self.by_index[i] = result
+                    path, result = json.loads(line)
+                    by_path[path] = result
+        self.by_index = {i: by_path[path] for i, path in enumerate(self.paths) if path in by_path}
 
     def missing(self) -> list[int]:
         """Returns the images without results."""
-        return [i for i in range(len(self.keys)) if i not in self.by_index]
+        return [i for i in range(len(self.paths)) if i not in self.by_index]
 
     def add(self, i: int, result: Any) -> None:
         """Adds the result of an image, which JSON can hold."""
         self.by_index[i] = result
         with open(self.path, "a") as file:
-            file.write("\n" + json.dumps([self.keys[i], self.stamps[i], result]))
+            file.write("\n" + json.dumps([self.paths[i], result]))

@@ -6,7 +6,7 @@ program with many parts grows by each finished part, and the same command contin
 
 import argparse
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from util.collectives import print_on_rank0
 from util.pictures import save
 from util.run.cli import Parser
 from util.run.files.json_files import read_json, write_json
-from util.text import count_of, shorten
 
 RESULTS = "results.json"
 
@@ -115,10 +114,10 @@ class ResultsFile:
         self.settings: dict[str, Any] = json.loads(json.dumps(settings))  # as the file holds them
         self.parts: dict[str, Any] = collectives.run_on_rank0(self._read)
 
-    @property
-    def content(self) -> dict[str, Any]:
-        """What the file holds."""
-        return {
+    def add(self, name: str, result: Any) -> None:
+        """Adds a finished part, and rank 0 writes the file."""
+        self.parts[name] = result
+        content = {
             "checkpoint": self.checkpoint,
             "sha256": self.sha256,
             "settings": self.settings,
@@ -126,47 +125,28 @@ class ResultsFile:
             **self.summarise(self.parts),
             "parts": self.parts,
         }
-
-    def missing(self, names: Collection[str]) -> list[str]:
-        """Returns those of the parts that are not there yet. Rank 0 prints which are."""
-        present = [name for name in names if name in self.parts]
-        if present and _is_main():
-            print(f"{self.path} already holds {len(present)} of {count_of(len(names), 'part')}: {shorten(present, 5)}")
-        return [name for name in names if name not in present]
-
-    def add(self, name: str, result: Any) -> None:
-        """Adds a finished part, and rank 0 writes the file."""
-        self.parts[name] = result
         if _is_main():
-            write_json(self.path, self.content)
+            write_json(self.path, content)
 
     def _read(self) -> dict[str, Any]:
         """Returns the parts that an earlier start has finished."""
         if not self.path.exists():
             return {}
-        try:
-            content = json.loads(self.path.read_text())
-            parts = content["parts"]
-            before = {"checkpoint": content["sha256"], **content["settings"]}
-            now = {"checkpoint": self.sha256, **self.settings}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{str(self.path)!r} is no result of this program ({error!r}); choose another --output_dir"
-            ) from error
-        if changes := describe_changes(before, now):
-            raise ValueError(
-                f"{str(self.path)!r} holds other results ({changes}); choose another --output_dir, or remove it"
-            )
-        return parts
+        content = json.loads(self.path.read_text())
+        before = {"checkpoint": content["sha256"], **content["settings"]}
+        refuse_changes(self.path, before, {"checkpoint": self.sha256, **self.settings})
+        return content["parts"]
 
 
-def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Returns the first differences of two dicts, such as "crop_pct was None and now is 1.0"; "" if there are none."""
+def refuse_changes(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """ValueError if the settings of the results in a file differ from those of now. It names the first differences."""
     changes = []
     for name in {**before, **now}:
         if before.get(name) != now.get(name):
             changes.append(f"{name} was {before.get(name)} and now is {now.get(name)}")
-    return "; ".join(changes[:3])[:400]
+    if changes:
+        reasons = "; ".join(changes[:3])[:400]
+        raise ValueError(f"{str(path)!r} holds other results ({reasons}); choose another --output_dir")
 
 
 def _is_main() -> bool:

@@ -5,7 +5,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from util.evaluate.results import ResultsFile
 from util.text import shorten
 
 RESULTS = "imagenet_c.json"  # apart from results.json, which the next evaluation replaces
@@ -104,8 +103,3 @@ def summarise(parts: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
             return {}
         errors[corruption] = [1 - parts[name]["top1"] / 100 for name in names]
     return corruption_errors(errors)
-
-
-def open_results(path: Path, checkpoint: str, sha256: str, settings: Mapping[str, Any]) -> ResultsFile:
-    """Opens the results of ImageNet-C, which hold the scores of the folders that are finished."""
-    return ResultsFile(path, checkpoint, sha256, settings, lambda parts: {"imagenet_c": summarise(parts)})
