@@ -6,11 +6,10 @@
 
 The rows are those of docs/published.csv. The commands take the data from variables: IMAGENET, INAT, ADE20K, COCO,
 IMAGENET_A, _C, _R and _SKETCH, and TEACHER, a checkpoint of iBOT's ViT-B/16. Started again, they go on; one whose run
-is finished ends at once. Measured accuracies are those of the last epoch, measured FLOPs were counted.
+is finished ends at once. Measured accuracies are those of the last epoch.
 """
 
 import csv
-import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -71,15 +70,8 @@ def quoted(word: str) -> str:
     return shlex.quote(word)
 
 
-def measured(row: Row, rows: Sequence[Row], root: Path) -> Any:
-    """Returns the number of a finished run, or a counted one; "" if there is none."""
-    if row["measure"] == "flops":
-        if row["throw_ratio"] == "0":
-            return "1"
-        recipe = re.sub(r"_\d+ep$", "", row["pretrain"])
-        recipe = recipe.replace("progressive", "prmim").replace("furthest", "plain")  # sampling costs nothing
-        counted = {other["pretrain"]: other["published"] for other in rows if other["table"] == "counted here"}
-        return counted.get(recipe, "")
+def measured(row: Row, root: Path) -> Any:
+    """Returns the number of a finished run; "" if there is none."""
     folder = root / row["pretrain"] / row["evaluate"]
     if row["measure"].startswith("imagenet_"):
         if row["measure"] == "imagenet_c":
@@ -107,8 +99,10 @@ def get_args_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = get_args_parser()
     args = parser.parse_args(argv)
-    published = read_published()
-    rows = [row for row in published if row["table"] in args.tables and fnmatchcase(row["pretrain"], args.rows)]
+    rows = []
+    for row in read_published():
+        if row["evaluate"] and row["table"] in args.tables and fnmatchcase(row["pretrain"], args.rows):
+            rows.append(row)
     with user_errors(parser):
         if not rows:
             raise ValueError(f"--rows {args.rows!r} matches no recipe of {', '.join(args.tables)}")
@@ -116,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         cells = []
         for row in rows:
             names = (row[name] for name in ("table", "row", "pretrain", "column", "published"))
-            number = measured(row, published, args.output_dir)
+            number = measured(row, args.output_dir)
             if isinstance(number, float):
                 number = f"{number:.2f}"
             cells.append([*names, number])
@@ -127,9 +121,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     lines = []
     for row in rows:
-        if row["evaluate"]:
-            for command in commands_of(row, args.output_dir):
-                lines.append(f"{args.launcher} {' '.join(quoted(word) for word in command)}")
+        for command in commands_of(row, args.output_dir):
+            lines.append(f"{args.launcher} {' '.join(quoted(word) for word in command)}")
     print("\n".join(dict.fromkeys(lines)))
 
 

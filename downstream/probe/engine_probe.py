@@ -3,7 +3,7 @@
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from downstream.probe.models import AttentiveProbe, FrozenEncoder, HeadGrid, LinearProbe, Tokens
+from downstream.probe.models import AttentiveProbe, FrozenEncoder, HeadGrid, LinearProbe
 from util import collectives
 from util.collectives import print_on_rank0
-from util.data.datasets import AddressedDataset, StepBatchSampler, permutation, stack
+from util.data.datasets import AddressedDataset, StepBatchSampler, permutation, stack, steps_per_epoch
 from util.data.images import Images
 from util.data.loader import Loader
 from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop, with_vflip
 from util.evaluate.context import EvalContext, context_of_flags, evaluation_batches
-from util.evaluate.features import Features, extract_features
+from util.evaluate.features import Features, Tokens, extract_features
 from util.evaluate.knn import KnnProtocol, knn_accuracy
 from util.evaluate.moments import moments_of_all
 from util.evaluate.results import accuracies
 from util.run.processes.distributed import Process
 from util.run.start.plan import split_batch
-from util.text import count_of, duration
+from util.text import duration
 
 NEIGHBOURS = (10, 20, 100, 200)
 LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)  # for 256 images
@@ -146,20 +146,18 @@ def forward_backward(
 def train_one_epoch(
     model: nn.Module,
     batches: Iterator[Any],
-    steps: range,
     num_steps: int,
     optimizer: torch.optim.Optimizer,
     accum_iter: int,
     encoder: FrozenEncoder,
     context: EvalContext,
-    log: Callable[[str], None],
 ) -> None:
-    """Makes the optimizer steps `steps`, of `num_steps` in all, of all heads on the same augmented images.
+    """Makes the optimizer steps of all heads, on the same augmented images.
 
     model: Probes, as they are or in DDP. batches: micro-batches, `accum_iter` per step.
     """
     begin = time.monotonic()
-    for step in steps:
+    for step in range(num_steps):
         for group in optimizer.param_groups:
             group["lr"] = group["base_lr"] * rate_at(step, num_steps)
         for micro in range(accum_iter):
@@ -170,7 +168,7 @@ def train_one_epoch(
         if (step + 1) % max(1, num_steps // 20) == 0:
             seconds_per_step = (time.monotonic() - begin) / (step + 1)
             eta = duration((num_steps - step - 1) * seconds_per_step)
-            log(f"step {step + 1}/{num_steps}: mean loss of all heads {loss.item():.4f}, eta {eta}")
+            print_on_rank0(f"step {step + 1}/{num_steps}: mean loss of all heads {loss.item():.4f}, eta {eta}")
 
 
 class Probing:
@@ -190,10 +188,11 @@ class Probing:
         self.encoder = encoder.to(process.device)
         self.images = images
         self.val_images = val_images
-        trains_heads = bool(set(args.probes) - {"knn"})
+        self.training, self.held_out = split_held_out(len(images))
         batch_size = args.batch_size or MAX_BATCH_SIZE
         self.accum_iter = 1
-        if trains_heads:
+        if set(args.probes) - {"knn"}:
+            steps_per_epoch(len(self.training), args.total_batch_size)  # ValueError if there is no whole batch
             batch_size, self.accum_iter, _ = split_batch(
                 args.batch_size,
                 None,
@@ -202,17 +201,14 @@ class Probing:
                 MAX_BATCH_SIZE,
             )
         self.context = context_of_flags(args, process, normalize, batch_size)
-        self.training, self.held_out = split_held_out(len(images))
-        if trains_heads and len(self.training) < args.total_batch_size:
-            raise ValueError(
-                f"nine tenths of the training set are {count_of(len(self.training), 'image')}, fewer than one batch of "
-                f"{args.total_batch_size}: lower --total_batch_size"
-            )
 
     # -------------------------------------------------------------------------------------------------------- kNN
 
     def knn(self) -> list[Row]:
-        """Returns the accuracies of all blocks, features, scalings and numbers of neighbours."""
+        """Returns the accuracies of all blocks, features, scalings and numbers of neighbours.
+
+        FloatingPointError on all ranks if a feature of the training images is not finite.
+        """
         ks = sorted({min(k, len(self.images)) for k in NEIGHBOURS})
         protocol = KnnProtocol(len(self.images.classes), tuple(ks), temperature=self.args.knn_temperature)
         bank = self.extract(self.images)
@@ -220,7 +216,10 @@ class Probing:
         rows = []
         for name, features in bank.values.items():
             block, feature = name.split()
-            scalings = {"raw": None, "z": moments_of_all(features)}
+            moments_of_bank = moments_of_all(features)
+            if not moments_of_bank.is_finite:
+                raise FloatingPointError(f"the encoder's features ({name}) are not finite: try --precision fp32")
+            scalings = {"raw": None, "z": moments_of_bank}
             for scaling, moments in scalings.items():
                 for k, scores in knn_accuracy(bank, queries, name, protocol, moments).items():
                     row = {
@@ -235,20 +234,9 @@ class Probing:
         return rows
 
     def extract(self, images: Images) -> Features:
-        """Encodes this rank's share of the images. FloatingPointError on all ranks if a feature is not finite."""
+        """Encodes this rank's share of the images."""
         dataset = self.whole_images(images)
-        indices = np.arange(len(images))
-        features = extract_features(self.encoder.vectors, self.encoder, dataset, indices, self.context)
-        for name, x in features.values.items():
-            is_bad = ~x.norm(dim=1).isfinite()  # overflows count, too
-            num_bad = collectives.all_reduce_sum(is_bad.sum()).item()
-            if num_bad:
-                block, feature = name.split()
-                raise FloatingPointError(
-                    f"the encoder's features ({feature}, block {block}) of {num_bad} of {len(images)} images are not "
-                    "finite: try --precision fp32"
-                )
-        return features
+        return extract_features(self.encoder.vectors, self.encoder, dataset, np.arange(len(images)), self.context)
 
     def whole_images(self, images: Images) -> AddressedDataset:
         """Returns images in the evaluation view. Of the training images, those that cannot be read are replaced."""
@@ -271,8 +259,7 @@ class Probing:
         for name, grid in probes.grids.items():
             rows = held_out_rows(name, grid, selection[name])
             held_out += rows
-            accuracies_of_heads = [row["held_out_top1"] for row in rows]
-            best = accuracies_of_heads.index(max(accuracies_of_heads))  # the first of equals
+            best = int(selection[name][:, 0].argmax())  # the first of equals
             top1, top5 = scores[name][best].tolist()
             chosen.append({**rows[best], **accuracies(top1, top5, len(self.images.classes))})
         return {"chosen": chosen, "held_out": held_out}
@@ -289,19 +276,8 @@ class Probing:
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
         epochs = args.steps * args.total_batch_size / len(self.training)
         print_on_rank0(f"heads: {args.steps} steps of {args.total_batch_size} images, {epochs:,.1f} epochs")
-        steps = range(args.steps)
         with closing(self.training_batches()) as batches:
-            train_one_epoch(
-                model,
-                batches,
-                steps,
-                args.steps,
-                optimizer,
-                self.accum_iter,
-                self.encoder,
-                self.context,
-                print_on_rank0,
-            )
+            train_one_epoch(model, batches, args.steps, optimizer, self.accum_iter, self.encoder, self.context)
 
     def training_batches(self) -> Any:
         """Returns this rank's batches of all steps: augmented images of the nine tenths. `close()` ends the workers."""

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from downstream.probe.engine_probe import GRID, HELD_OUT, Probing
+from downstream.probe.engine_probe import Probing
 from downstream.probe.models import FrozenEncoder, open_encoder
 from util import collectives
 from util.collectives import print_on_rank0
@@ -163,8 +163,6 @@ def protocol_of(
     if set(args.probes) - {"knn"}:
         for name in ("steps", "total_batch_size", "seed", "crop_scale", "hflip", "vflip"):
             protocol[name] = getattr(args, name)
-        protocol["grid"] = GRID
-        protocol["held_out"] = HELD_OUT
     return protocol
 
 
@@ -210,22 +208,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         probing = Probing(args, process, encoder, images, val_images, normalize)
 
         print_on_rank0(encoder.name, *encoder.notes, *notes, *images.notes, *val_images.notes)
-        parts = []
-        if "knn" in args.probes:
-            parts.append("knn")
-        if set(args.probes) - {"knn"}:
-            parts.append("heads")
-        missing = results.missing(parts)
-        if "knn" in missing:
-            rows = probing.knn()
-            results.add("knn", rows)
-            if "heads" in missing:  # their training takes long; the table at the end has these rows, too
-                print_on_rank0(table_of(rows))
-        if "heads" in missing:
+        if "knn" in args.probes and "knn" not in results.parts:
+            results.add("knn", probing.knn())
+        if set(args.probes) - {"knn"} and "heads" not in results.parts:
             results.add("heads", probing.heads())
-        print_on_rank0(f"\n{table_of(results.content['results'])}\n{results.path}")
-        chance = 100 / len(images.classes)
-        print_on_rank0(f"knn: compare encoders by `mean`, `z` (standardised), k 20; a guess scores {chance:.2f} %")
+        print_on_rank0(f"\n{table_of(results_of(results.parts)['results'])}\n{results.path}")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ HEAD_CHANNELS = 64  # of a head of the attentive probe
 class FrozenEncoder(nn.Module):
     """A network in eval mode without gradients: `encoder(imgs) -> {block: Tokens}`, in float32 or wider.
 
-    network, num_prefix, num_cls: see `util.evaluate.features.encode_blocks`. sha256: of the weights. pixel_settings: see
-    `CheckpointInfo.pixel_settings`. notes: what is to be printed.
+    network, num_prefix, num_cls: see `util.evaluate.features.encode_blocks`. sha256: of the weights.
+    pixel_settings: see `CheckpointInfo.pixel_settings`. notes: what is to be printed.
 
     `blocks` are counted from 1. By default only the last one is read. Outputs of other blocks go through the final
     norm, too, as in DINOv2's evaluation.

