@@ -10,8 +10,7 @@ from torch import nn
 
 import models_vit
 from encoders.trained import Trained
-from util.data.decode import is_turned
-from util.data.images import EncodedImages, evenly_spaced
+from util.data.images import EncodedImages
 from util.data.open import open_once
 from util.data.statistics import normalizer
 from util.data.transforms import Size
@@ -192,12 +191,10 @@ class StepDecay:
 
 
 def schedule_by_iterations(run: Run, steps_per_epoch: int, learning_rate: Callable[..., float]) -> RunSchedule:
-    """Returns the schedule of a run whose flags count iterations. It notes a very long one."""
+    """Returns the schedule of a run whose flags count iterations."""
     args = run.args
     epochs = args.num_iters / steps_per_epoch
     length = f"{count_of(args.num_iters, 'iteration')}, {epochs:,.1f} epochs of {count_of(steps_per_epoch, 'step')}"
-    if epochs > 1000:
-        run.note(f"note: each image is seen {epochs:,.0f} times: --num_iters {args.num_iters} is meant for more images")
     return RunSchedule(
         steps_per_epoch=steps_per_epoch,
         num_steps=args.num_iters,
@@ -282,11 +279,6 @@ def open_and_check(args: argparse.Namespace, split: str, open_split: Callable[[]
     def open_here() -> SomeImages:
         images = open_split()
         images.check(max_bad_fraction)
-        looked_at = evenly_spaced(len(images), 1000).tolist()
-        num_turned = sum(is_turned(images.path(i)) for i in looked_at)
-        if num_turned:
-            turned = f"{num_turned} of {count_of(len(looked_at), 'image')} have an EXIF orientation, which is ignored"
-            images.notes.append(f"note: {turned}: boxes and labels must fit the stored pixels")
         return images
 
     images = open_once(open_here, split, args.data_path, Path(args.data_path))

@@ -119,13 +119,6 @@ def refuse_unlike_rgb(img: Image.Image) -> None:
         )
 
 
-def is_turned(path: str) -> bool:
-    """Whether a photograph has an EXIF orientation, which is ignored."""
-    with suppress(Exception), Image.open(path, formats=["JPEG"]) as img:  # of many types, for other or damaged files
-        return img.getexif().get(ORIENTATION, 1) != 1
-    return False
-
-
 def refuse_turned(orientation: int | None) -> None:
     """FormatError for a TIFF that is to be shown turned: some libraries turn it, and others do not."""
     if orientation not in (None, 1):
