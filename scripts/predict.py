@@ -147,7 +147,8 @@ def make_predictor(args: argparse.Namespace, process: Process) -> Detections | L
         predictor = LabelMaps(
             trained, images, args.output_dir, context, bool(args.keep_size), args.num_pictures, args.window_weights
         )
-        print_on_rank0(*predictor.note_scale(is_chosen=args.keep_size is False))
+        if args.keep_size is None:
+            predictor.refuse_shrinking()
         facts |= predictor.facts()
     else:
         print_on_rank0(*note_on_view(settings, args.run))

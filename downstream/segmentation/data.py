@@ -55,9 +55,8 @@ class LabelValues:
         values = list(label_values or range(first, first + num_classes))
         are_bytes = all(value in range(256) for value in [*values, ignore_index])
         are_different = num_classes == len(values) == len(set(values))
-        is_one_left = 0 < num_classes < 256  # for pixels without a class
         is_ignored_twice = ignore_index in values and not label_values
-        if not (are_bytes and are_different and is_one_left) or is_ignored_twice:
+        if not (are_bytes and are_different) or is_ignored_twice:
             raise ValueError(
                 f"--num_classes {num_classes} with values {shorten([str(value) for value in values])} (--label_values, "
                 f"--reduce_zero_label) and --ignore_index {ignore_index} must be different values from 0 to 255"
@@ -83,24 +82,15 @@ class LabelValues:
             )
         return classes.astype(np.uint8)
 
-    def count_classes(self, num_pixels: np.ndarray) -> int:
-        """Returns how many classes have pixels. num_pixels: of each value, [256]."""
-        classes = self.table[np.flatnonzero(num_pixels)]
-        return int((classes != IGNORE).sum())
-
     def describe(self, num_pixels: np.ndarray) -> str:
-        """Returns the shares of the values in words. num_pixels: of each value, [256]."""
+        """Returns the shares of all values with a meaning in words. num_pixels: of each value, [256]."""
         shares = []
-        for value in np.flatnonzero(num_pixels).tolist():
+        for value in np.flatnonzero(self.table >= 0).tolist():
             meaning = "ignored"
             if self.table[value] != IGNORE:
                 meaning = f"class {self.table[value]}"
             shares.append(f"{value} ({meaning}) {num_pixels[value] / num_pixels.sum():.1%}")
-        text = shorten(shares, 50)
-        absent = [str(value) for value in self.of_classes if not num_pixels[value]]
-        if absent:
-            text += f"; no pixel has the values {shorten(absent, 20)}, which are classes"
-        return text
+        return shorten(shares, 50)
 
 
 class SegmentationImages(ImageFiles):
@@ -131,15 +121,14 @@ class SegmentationImages(ImageFiles):
         label_files = list_images(self.label_root, "", Counter())
         labels = by_stem(self.label_root, [name for name in label_files if name.lower().endswith(LABEL_ENDINGS)])
         notes = note_unread(unread)
-        not_read = "".join(f" ({note})" for note in notes)
+        unpaired = sorted(images.keys() ^ labels.keys())
+        problem = ""
         if not images:
-            raise ValueError(f"{str(image_root)!r} holds no images{not_read}")
-        without_labels = sorted(images.keys() - labels)
-        if without_labels:
-            raise ValueError(f"images without a label file in {str(self.label_root)!r}: {shorten(without_labels)}")
-        without_image = sorted(labels.keys() - images)
-        if without_image:
-            raise ValueError(f"label files without an image in {str(image_root)!r}: {shorten(without_image)}{not_read}")
+            problem = f"{str(image_root)!r} holds no images"
+        elif unpaired:
+            problem = f"only one of {str(image_root)!r} and {str(self.label_root)!r} has {shorten(unpaired)}"
+        if problem:
+            raise ValueError("; ".join([problem, *notes]))
         samples = [(name, 0) for name in images.values()]
         super().__init__(image_root, samples, classes=[], notes=notes, reading=reading)
         self.label_names = np.array([os.fsencode(labels[stem]) for stem in images])
@@ -174,7 +163,8 @@ class SegmentationImages(ImageFiles):
                 self.refuse_other_colors(i, np.flatnonzero(counts).tolist(), palette)
             self.num_pixels += counts
         self._refuse_bad(problems, len(checked), max_bad_fraction)
-        found = self.values.count_classes(self.num_pixels)
+        classes = self.values.table[self.num_pixels > 0]
+        found = int((classes != IGNORE).sum())
         if found == 0:
             raise ImageError(f"no pixel of {self.split} has a class: check --ignore_index and --reduce_zero_label")
         described = f"{found} of {count_of(self.values.num_classes, 'class')} found in {self.split}"
@@ -199,7 +189,7 @@ class SegmentationImages(ImageFiles):
         if size != label_size:
             raise ImageError(
                 f"{self.path(i)!r} has {size[1]} x {size[0]} pixels, its labels {self.label_path(i)!r} "
-                f"{label_size[1]} x {label_size[0]}"
+                f"{label_size[1]} x {label_size[0]} (EXIF orientations are ignored)"
             )
 
     def load_sample(self, i: int) -> tuple[np.ndarray, int]:
@@ -254,15 +244,6 @@ def read_values(path: str) -> tuple[np.ndarray, list[int]]:
     return values, palette
 
 
-def note_on_val_alone(images: SegmentationImages, val_images: SegmentationImages) -> list[str]:
-    """Returns a note if label files of val have classes that none of those of train has which `check` has read."""
-    is_alone = (images.num_pixels == 0) & (val_images.num_pixels > 0) & (images.values.table != IGNORE)
-    if not is_alone.any():
-        return []
-    values = [str(value) for value in np.flatnonzero(is_alone)]
-    return [f"note: the label values {shorten(values, 10)} are in val, and in no label file of train that was read"]
-
-
 def folder_of_split(folder: Path, split: str) -> Path:
     """Returns the folder of a split inside images/ or annotations/. ValueError unless there is exactly one."""
     if not folder.is_dir():
@@ -294,16 +275,18 @@ def stack_pairs(samples: Sequence[tuple]) -> tuple[Tensor, Tensor]:
 # -------------------------------------------------------------------------------------------------------- transforms
 
 
-def resize_image(img: Tensor, size: Size) -> Tensor:
-    """Resizes [C, H, W] bilinearly, without antialiasing, as mmsegmentation does."""
+def resize_bilinear(img: Tensor, size: Size) -> Tensor:
+    """Resizes an image or logits [C, H, W], without antialiasing, as mmsegmentation does."""
     if img.dtype == torch.uint16:  # for which torch has no kernel
-        return resize_image(img.float(), size).round().to(torch.uint16)
+        return resize_bilinear(img.float(), size).round().to(torch.uint16)
     return F.interpolate(img[None], size=size, mode="bilinear", align_corners=False)[0]
 
 
-def resize_labels(labels: Tensor, size: Size) -> Tensor:
-    """Resizes uint8 [H, W] to the nearest label."""
-    return F.interpolate(labels[None, None], size=size, mode="nearest")[0, 0]
+def scale_image(img: Tensor, image_scale: Sequence[float]) -> Tensor:
+    """Scales an image [C, H, W] into `image_scale` (longest side, shortest side), with its aspect ratio kept."""
+    longest, shortest = image_scale
+    size = scaled_size((img.shape[1], img.shape[2]), longest, shortest)
+    return resize_valid(partial(resize_bilinear, size=size), img)
 
 
 class SegmentationAugment:
@@ -314,7 +297,7 @@ class SegmentationAugment:
     padding at the bottom and the right. fill: value of padded pixels, for each channel. Padded labels are IGNORE.
 
     has_invalid: pixels may be invalid. Crops are then float32, with NaN where they are invalid or padded, and their
-    labels are IGNORE where all channels are. `photometric` must be false unless the images have the unit of uint8.
+    labels are IGNORE where all channels are. `photometric` is for images with the unit of uint8.
     """
 
     respects_invalid = True
@@ -349,11 +332,9 @@ class SegmentationAugment:
         u_ratio, u_flip, *draws = draws
         low, high = self.ratio_range
         ratio = low + u_ratio * (high - low)
-        longest, shortest = self.image_scale
-        height, width = pair.shape[1:]
-        size = scaled_size((height, width), int(longest * ratio), int(shortest * ratio))
-        img = resize_valid(partial(resize_image, size=size), pair[:-1])
-        labels = resize_labels(pair[-1].to(torch.uint8), size)
+        img = scale_image(pair[:-1], [int(side * ratio) for side in self.image_scale])
+        labels = pair[-1:].to(torch.uint8)
+        labels = F.interpolate(labels[None], size=img.shape[1:], mode="nearest")[0, 0]
         if self.has_invalid:
             img = img.float()
             labels = labels.masked_fill(img.isnan().all(dim=0), IGNORE)
@@ -363,7 +344,7 @@ class SegmentationAugment:
         if self.hflip and u_flip < 0.5:
             img = mirror(img)
             labels = mirror(labels)
-        if self.photometric and (self.has_invalid or img.dtype == torch.uint8):
+        if self.photometric:
             img = distort(img, draws[2 * TRIES :])
         return self.pad(img, labels)
 
@@ -409,11 +390,7 @@ class ResizeForEvaluation:
 
     def __call__(self, pair: Tensor, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
         """Returns (img [C, h, w], labels uint8 [H, W]) of [C + 1, H, W]."""
-        height, width = pair.shape[1:]
-        longest, shortest = self.image_scale
-        size = scaled_size((height, width), longest, shortest)
-        img = resize_valid(partial(resize_image, size=size), pair[:-1])
-        return img, pair[-1].to(torch.uint8)
+        return scale_image(pair[:-1], self.image_scale), pair[-1].to(torch.uint8)
 
 
 DISTORTION_DRAWS = 9

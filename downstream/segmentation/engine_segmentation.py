@@ -12,15 +12,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from downstream.pictures import default_colors
-from downstream.segmentation.data import IGNORE, ResizeForEvaluation, SegmentationImages, stack_pairs
+from downstream.segmentation.data import (
+    IGNORE,
+    ResizeForEvaluation,
+    SegmentationImages,
+    resize_bilinear,
+    stack_pairs,
+)
 from downstream.segmentation.metrics import count_pixels, segmentation_scores
 from engine_finetune import update
 from util import collectives
 from util.data.datasets import AddressedDataset
-from util.data.invalid_pixels import invalid_everywhere
 from util.data.pictures import as_picture, panel
 from util.data.transforms import Size
-from util.evaluate.context import EvalContext, evaluation_batches, share_of_rank
+from util.evaluate.context import EvalContext, evaluation_batches
 from util.evaluate.results import Evaluation
 from util.pictures import table, write_lines
 from util.run.train.loop import TrainLoop
@@ -44,14 +49,6 @@ class SlidingWindows:
     image_scale: Sequence[int]
     stride: int  # pixels from one window to the next
     weights: str = "equal"  # one of WINDOW_WEIGHTS
-
-
-class Prediction(NamedTuple):
-    """An image of a picture."""
-
-    img: np.ndarray  # uint8 [h, w, 3]
-    truth: np.ndarray  # uint8 [H, W]
-    predicted: np.ndarray  # int64 [H, W]; IGNORE where the image is invalid in all channels
 
 
 def segmentation_losses(logits: Mapping[str, Tensor], labels: Tensor, mean_over_valid: bool) -> dict[str, Tensor]:
@@ -116,13 +113,6 @@ def window_starts(length: int, window: int, stride: int) -> list[int]:
     return [*range(0, last, stride), last]
 
 
-class RowsOfLogits(NamedTuple):
-    """Rows of an image that no further window covers. logits: the mean of all windows, [K, h, W]."""
-
-    rows: slice
-    logits: Tensor
-
-
 def slide_logits(
     predict: Callable[[Tensor], Tensor], img: Tensor, window: Size, stride: int, weights: str = "equal"
 ) -> Tensor:
@@ -130,71 +120,57 @@ def slide_logits(
 
     predict, window, stride, weights: see `slide_rows`.
     """
-    height, width = img.shape[-2:]
-    logits: Tensor | None = None
 
-    def read(rows: slice, columns: slice) -> Tensor:
-        return img[:, rows, columns]
+    def read(rows: slice) -> Tensor:
+        return img[:, rows]
 
-    for finished in slide_rows(predict, read, (height, width), window, stride, weights):
-        if logits is None:
-            logits = finished.logits.new_empty(len(finished.logits), height, width)
-        logits[:, finished.rows] = finished.logits
-    assert logits is not None
-    return logits
+    size = (img.shape[1], img.shape[2])
+    return torch.cat(list(slide_rows(predict, read, size, window, stride, weights)), dim=1)
 
 
 def slide_rows(
     predict: Callable[[Tensor], Tensor],
-    read: Callable[[slice, slice], Tensor],
+    read: Callable[[slice], Tensor],
     size: Size,
     window: Size,
     stride: int,
     weights: str = "equal",
-) -> Iterator[RowsOfLogits]:
-    """Yields the mean logits of an image from top to bottom. The sums of as many rows as a window has are held.
+) -> Iterator[Tensor]:
+    """Yields the mean logits of an image from top to bottom, some rows [K, h, W] at a time.
+
+    The sums of as many rows as a window has are held.
 
     predict: `predict(imgs [n, C, *window]) -> logits [n, K, h, w]`, which are resized to the window; n is at most
-    MAX_WINDOWS. read: `read(rows, columns)` returns that part of the normalised image, [C, h, w]. size: (height, width)
-    of the image. One smaller than the window is padded with zeros at the bottom and the right. weights: of the pixels
-    of a window in the mean, see `window_profile`.
+    MAX_WINDOWS. read: `read(rows)` returns these rows of the normalised image, [C, h, W]. size: (height, width) of the
+    image. One smaller than the window is padded with zeros at the bottom and the right. weights: of the pixels of a
+    window in the mean, see `window_profile`.
     """
     height, width = size
     window_height, window_width = window
     tops = window_starts(height, window_height, stride)
     lefts = window_starts(width, window_width, stride)
-    row_profile = window_profile(window_height, weights)
-    column_profile = window_profile(window_width, weights)
-    row_totals = sum_profiles(tops, row_profile)
-    column_totals = sum_profiles(lefts, column_profile)
-    profile = row_profile[:, None] * column_profile
-    sums: Tensor | None = None  # [K, window_height, W] of the rows that begin where the current windows do
+    padded_width = lefts[-1] + window_width
+    profile = window_profile(window_height, weights)[:, None] * window_profile(window_width, weights)
+    sums: Tensor | None = None  # [K + 1, window_height, W] from row `top` on: weighted logits, and their weights
     for top, next_top in pairwise([*tops, tops[-1] + window_height]):
-        rows = slice(top, min(top + window_height, height))
+        rows = read(slice(top, min(top + window_height, height)))
+        rows = F.pad(rows, (0, padded_width - width, 0, window_height - rows.shape[1]))
         for first in range(0, len(lefts), MAX_WINDOWS):
             lefts_of_batch = lefts[first : first + MAX_WINDOWS]
-            parts = [read(rows, slice(left, min(left + window_width, width))) for left in lefts_of_batch]
-            logits = predict(pad_and_stack(parts, window)).float()
+            imgs = torch.stack([rows[:, :, left : left + window_width] for left in lefts_of_batch])
+            logits = predict(imgs).float()
             if sums is None:
-                sums = logits.new_zeros(logits.shape[1], window_height, len(column_totals))
-                row_totals = row_totals.to(sums.device)
-                column_totals = column_totals.to(sums.device)
+                sums = logits.new_zeros(logits.shape[1] + 1, window_height, padded_width)
                 profile = profile.to(sums.device)
             for left, values in zip(lefts_of_batch, logits, strict=True):
-                sums[:, :, left : left + window_width] += resize_logits(values, window) * profile
+                sums_of_window = sums[:, :, left : left + window_width]
+                sums_of_window[:-1] += resize_bilinear(values, window) * profile
+                sums_of_window[-1] += profile
         assert sums is not None
         num_rows = next_top - top
-        mean = sums[:, :num_rows] / (row_totals[top:next_top, None] * column_totals)
-        yield RowsOfLogits(slice(top, min(next_top, height)), mean[:, : height - top, :width])
-        sums = torch.cat([sums[:, num_rows:], torch.zeros_like(sums[:, :num_rows])], dim=1)
-
-
-def pad_and_stack(parts: Sequence[Tensor], size: Size) -> Tensor:
-    """Returns images [C, h, w] as a batch [n, C, *size], with zeros at the bottom and the right."""
-    imgs = parts[0].new_zeros(len(parts), len(parts[0]), *size)
-    for img, part in zip(imgs, parts, strict=True):
-        img[:, : part.shape[1], : part.shape[2]] = part
-    return imgs
+        mean = sums[:-1, :num_rows] / sums[-1, :num_rows]
+        yield mean[:, : height - top, :width]
+        sums = F.pad(sums[:, num_rows:], (0, 0, 0, num_rows))
 
 
 def window_profile(length: int, weights: str) -> Tensor:
@@ -206,20 +182,6 @@ def window_profile(length: int, weights: str) -> Tensor:
         return torch.ones(length)
     places = torch.arange(length) - (length - 1) / 2
     return torch.exp(-((8 * places / length) ** 2) / 2)
-
-
-def sum_profiles(starts: Sequence[int], profile: Tensor) -> Tensor:
-    """Returns the sum of the weights of all windows at each place of an axis. starts: of the windows."""
-    window = len(profile)
-    totals = torch.zeros(starts[-1] + window)
-    for start in starts:
-        totals[start : start + window] += profile
-    return totals
-
-
-def resize_logits(logits: Tensor, size: Size) -> Tensor:
-    """Resizes logits [K, h, w] bilinearly to [K, *size]."""
-    return F.interpolate(logits[None], size=size, mode="bilinear", align_corners=False)[0]
 
 
 @torch.no_grad()
@@ -240,7 +202,7 @@ def evaluate(
     num_classes = len(classes.names)
     counts = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=device)
     num_bad = torch.zeros((), dtype=torch.int64, device=device)
-    predictions: list[Prediction] = []
+    shown: list[list[np.ndarray]] = []
 
     def predict(parts: Tensor) -> Tensor:
         with context.autocast():
@@ -252,25 +214,17 @@ def evaluate(
     model.eval()
     indices = range(len(images))
     loaded = evaluation_batches(dataset, indices, context.one_by_one(), stack_pairs, largest=largest)
-    for index, (stored, labels) in zip(share_of_rank(indices).tolist(), loaded, strict=True):
+    for stored, labels in loaded:
         truth = labels[0].to(device, non_blocking=True)
         imgs = context.normalize(stored.to(device, non_blocking=True))
         img = imgs[0]
         logits = slide_logits(predict, img, model.img_size, windows.stride, windows.weights)
         num_bad += ~logits.isfinite().all()
-        predicted = resize_logits(logits, tuple(truth.shape)).argmax(dim=0)
+        predicted = resize_bilinear(logits, tuple(truth.shape)).argmax(dim=0)
         counts += count_pixels(predicted, truth, num_classes)
-        if len(predictions) < num_pictures:
-            label_map = predicted.cpu().numpy()
-            if images.pixel_format.has_invalid:
-                pixels, _ = images.load(index)  # in the size of the labels
-                label_map[invalid_everywhere(pixels)] = IGNORE
-            prediction = Prediction(
-                as_picture(stored[0], context.normalize),
-                truth=labels[0].numpy(),
-                predicted=label_map,
-            )
-            predictions.append(prediction)
+        if len(shown) < num_pictures:
+            picture_of_img = as_picture(stored[0], context.normalize)
+            shown.append(draw_prediction(picture_of_img, labels[0].numpy(), predicted.cpu().numpy(), classes.colors))
     model.train(was_training)
     if collectives.all_reduce_sum(num_bad) > 0:
         raise FloatingPointError("the logits of some images are not finite: try --precision fp32, and check --std")
@@ -279,8 +233,8 @@ def evaluate(
     scores["num_images"] = len(images)
     rank, _ = collectives.rank_and_world_size()
     picture = None
-    if predictions and rank == 0:
-        picture = draw_predictions(predictions, classes.colors)
+    if shown and rank == 0:
+        picture = table(shown, ["image", "truth", "prediction"])
     details = {name: dict(zip(classes.names, measures[name], strict=True)) for name in ("iou", "acc")}
     return Evaluation(scores, details, picture)
 
@@ -315,18 +269,23 @@ def read_classes(path: str | Path | None, num_classes: int) -> ClassList:
 def draw_labels(picture: np.ndarray, sample: Sequence[Tensor], classes: ClassList) -> np.ndarray:
     """Draws the labels of a training sample (img, labels) over its picture, and the names of its classes."""
     labels = sample[1].numpy()
-    has_class = labels != IGNORE
-    picture[has_class] = picture[has_class] // 2 + classes.colors[labels[has_class]] // 2
-    present = np.unique(labels[has_class]).tolist()
-    return write_lines(panel(picture), {classes.names[k]: tuple(classes.colors[k]) for k in present})
+    blended = blend(picture, labels, classes.colors, IGNORE)
+    present = np.unique(labels[labels != IGNORE]).tolist()
+    return write_lines(panel(blended), {classes.names[k]: tuple(classes.colors[k]) for k in present})
 
 
-def draw_predictions(predictions: Sequence[Prediction], colors: np.ndarray) -> np.ndarray:
-    """Draws a row of image, truth and prediction (black: ignored) for each image. Returns uint8 [H, W, 3]."""
+def blend(picture: np.ndarray, labels: np.ndarray, colors: np.ndarray, no_class: int) -> np.ndarray:
+    """Returns a picture uint8 [H, W, 3] under the colours of its labels [H, W], of which `no_class` has none."""
+    has_class = labels != no_class
+    blended = picture.copy()
+    blended[has_class] = picture[has_class] // 2 + colors[labels[has_class]] // 2
+    return blended
+
+
+def draw_prediction(
+    picture: np.ndarray, truth: np.ndarray, predicted: np.ndarray, colors: np.ndarray
+) -> list[np.ndarray]:
+    """Returns panels of an image uint8 [h, w, 3], its labels [H, W] (black: ignored) and their prediction."""
     palette = np.zeros((256, 3), np.uint8)
     palette[: len(colors)] = colors
-    rows = []
-    for img, truth, predicted in predictions:
-        panels = [img, palette[truth], palette[predicted]]
-        rows.append([panel(picture) for picture in panels])
-    return table(rows, ["image", "truth", "prediction"])
+    return [panel(picture), panel(palette[truth]), panel(palette[predicted])]

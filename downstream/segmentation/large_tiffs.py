@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from util.data.images import EncodedImages, ImageError, ImageFiles
-from util.data.pixel_format import ORIENTATION, RANGES, PixelFormat, refuse_not_finite, refuse_turned, tifffile
+from util.data.images import EncodedImages, ImageError
+from util.data.pixel_format import RANGES, PixelFormat, refuse_not_finite, tifffile
 from util.data.transforms import Size, to_tensor
 
 # ModelPixelScale, ModelTiepoint, ModelTransformation, GeoKeyDirectory, GeoDoubleParams, GeoAsciiParams
@@ -21,32 +21,17 @@ def is_tiff(name: str) -> bool:
     return name.lower().endswith((".tif", ".tiff"))
 
 
-def size_of_tiff(images: EncodedImages, i: int) -> Size:
-    """Returns (height, width) of a TIFF in a file of its own, from its header; (0, 0) for other images."""
-    path = images.path(i)
-    if not isinstance(images, ImageFiles) or not is_tiff(path):
-        return 0, 0
-    try:
-        with tifffile.TiffFile(path) as file:
-            page = file.pages[0]
-            refuse_turned(page.tags.valueof(ORIENTATION))
-            return page.imagelength, page.imagewidth
-    except Exception:  # of many types; reading it as a whole names what is wrong
-        return 0, 0
-
-
 class LargeTiff:
     """A TIFF whose rows are read one after the other. ImageError unless they are those of the whole image.
 
-    pixels: the format that the whole image would have.
+    size: (height, width). pixels: the format that the whole image would have.
     """
 
     def __init__(self, images: EncodedImages, i: int) -> None:
         self.path = images.path(i)
         self.invalid = images.invalid
-        self.size = size_of_tiff(images, i)
-        if self.size == (0, 0):
-            raise ImageError(f"{self.path!r} is no TIFF that is read in parts")
+        if not is_tiff(self.path):
+            raise ImageError(f"{self.path!r} is no TIFF, and cannot be read in parts")
         os.environ.setdefault("GDAL_CACHEMAX", "256")  # MB; else a share of the machine's memory, not of the job's
         try:
             import rasterio
@@ -56,6 +41,7 @@ class LargeTiff:
             raise ImageError(f"{self.path!r} is read in parts by rasterio: pip install rasterio") from error
         except OSError as error:
             raise ImageError(f"{self.path!r} cannot be read in parts: {error}") from error
+        self.size: Size = self.file.shape
         dtype = self.file.dtypes[0]
         is_packed = "NBITS" in self.file.tags(1, ns="IMAGE_STRUCTURE")  # such as float16, which becomes float32
         counts = [images.in_chans]

@@ -23,13 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from downstream import common
 from downstream.common import SIZES, LinearDecay, schedule_by_iterations
 from downstream.recipes import LINEAR_DEFAULTS, SEGMENTATION_RECIPES, UPERNET_DEFAULTS
-from downstream.segmentation.data import (
-    LabelValues,
-    SegmentationAugment,
-    SegmentationImages,
-    note_on_val_alone,
-    stack_pairs,
-)
+from downstream.segmentation.data import LabelValues, SegmentationAugment, SegmentationImages, stack_pairs
 from downstream.segmentation.engine_segmentation import (
     WINDOW_WEIGHTS,
     ClassList,
@@ -46,7 +40,8 @@ from util import collectives
 from util.collectives import print_on_rank0
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import Reading, check_splits, note_on_small_images
-from util.data.transforms import Normalize
+from util.data.pixel_format import PixelFormat
+from util.data.transforms import Normalize, Size
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.results import folder_of_eval
 from util.flag import Flag
@@ -173,9 +168,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     parser.read(argv, SEGMENTATION_RECIPES)
     head = parser.values["head"]
     if parser.recipe and parser.recipe["head"] != head:
-        fitting = ", ".join(name for name, recipe in SEGMENTATION_RECIPES.items() if recipe["head"] == head)
-        recipe = parser.given["recipe"]
-        parser.error(f"recipe {recipe!r} does not go with --head {head}, which has recipes of its own: {fitting}")
+        parser.error(f"recipe {parser.given['recipe']!r} does not go with --head {head}, which has recipes of its own")
     if head == "linear":
         unused = [f"--{name}" for name in ("decoder_channels", "layer_decay", "drop_path") if name in parser.given]
         if unused and not parser.values["eval"]:
@@ -219,6 +212,26 @@ def open_split(args: argparse.Namespace, split: str) -> SegmentationImages:
     return common.open_and_check(args, split, open_images)
 
 
+def make_augmentation(
+    args: argparse.Namespace, size: Size, pixels: PixelFormat, mean: Sequence[float]
+) -> SegmentationAugment:
+    """Returns the augmentation of training pairs, which pads images with the `mean` of each channel."""
+    fill = mean
+    if not pixels.is_float:
+        fill = [round(value * pixels.full_range) for value in mean]
+    return SegmentationAugment(
+        size,
+        args.seed,
+        fill,
+        args.image_scale,
+        args.ratio_range,
+        args.cat_max_ratio,
+        args.photometric and pixels.dtype == "uint8",
+        args.hflip,
+        pixels.has_invalid,
+    )
+
+
 def make_optimizer(model: Segmenter, args: argparse.Namespace, lr: float) -> torch.optim.Optimizer:
     """Returns AdamW with layer-wise learning rates."""
     from timm.optim import param_groups_layer_decay
@@ -242,13 +255,12 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             return evaluate_only(args, set(parser.given), process, output_dir)
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune") as run:
         with run.set_up():  # an error of the user ends the program in one sentence
-            process = run.process
             first = read_first(run)
             classes = read_classes(args.class_names, args.num_classes)
             images = open_split(args, "train")
             val_images = open_split(args, "val")
             check_splits(images, val_images)
-            run.note(*images.notes, *val_images.notes, *note_on_val_alone(images, val_images))
+            run.note(*images.notes, *val_images.notes)
             run.note(*note_on_small_images(images, args.image_scale, "--image_scale, --input_size and --stride"))
             statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)
 
@@ -257,28 +269,14 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             model = build_segmenter({**vars(args), **first.settings})
             load_weights = partial(load_encoder, model.backbone, rgb_bands=first.rgb_bands)
             run.load_encoder(first.weights, load_weights, note_without="no --finetune: training from scratch")
-            if process.device.type == "cuda" and process.world_size > 1:
+            if run.process.device.type == "cuda" and run.process.world_size > 1:
                 model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # the same statistics, in fused kernels
-            model = model.to(process.device)
+            model = model.to(run.process.device)
             optimizer = make_optimizer(model, args, run.plan.lr)
 
-            pixels = images.pixel_format
-            fill = statistics[0]
-            if not pixels.is_float:
-                fill = [round(mean * pixels.full_range) for mean in fill]
-            if args.photometric and pixels.dtype != "uint8":
-                run.note(f"note: --photometric is not applied, because the images have {pixels}")
-            augmentation = SegmentationAugment(
-                model.img_size,
-                args.seed,
-                fill,
-                args.image_scale,
-                args.ratio_range,
-                args.cat_max_ratio,
-                args.photometric and pixels.dtype == "uint8",
-                args.hflip,
-                pixels.has_invalid,
-            )
+            augmentation = make_augmentation(args, model.img_size, images.pixel_format, statistics[0])
+            if args.photometric and not augmentation.photometric:
+                run.note(f"note: --photometric is not applied, because the images have {images.pixel_format}")
             dataset = AddressedDataset(images, augmentation, replace=args.max_bad_fraction > 0)
             sampler = StepBatchSampler(
                 len(dataset),

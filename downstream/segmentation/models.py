@@ -165,18 +165,13 @@ class Segmenter(nn.Module):
 class UPerNet(Segmenter):
     """ViT, feature pyramid, UPerNet's head and, on the third map, an auxiliary head.
 
-    channels: width of the head. options: arguments of `DenseViT`. ValueError if there are fewer than 2 x 2 patches.
+    channels: width of the head. options: arguments of `DenseViT`, with 2 x 2 patches or more.
     """
 
     def __init__(self, num_classes: int, channels: int = 768, **options: Any) -> None:
         backbone = DenseViT(out_blocks=pyramid_blocks(options["depth"]), **options)
         super().__init__(backbone)
         width = backbone.embed_dim
-        rows, columns = backbone.grid_size
-        if min(rows, columns) < 2:
-            raise ValueError(
-                f"UPerNet needs a grid of at least 2 x 2 patches, got {rows} x {columns}: raise --input_size"
-            )
         self.neck = FeaturePyramid(width)
         self.decode_head = UPerHead(width, channels, num_classes)
         self.auxiliary_head = FCNHead(width, min(AUX_CHANNELS, channels), num_classes)

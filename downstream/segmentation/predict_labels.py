@@ -12,7 +12,7 @@ in all channels have the value of --ignore_index.
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
@@ -25,16 +25,14 @@ from tqdm import tqdm
 
 from downstream.common import scaled_size
 from downstream.pictures import default_colors
-from downstream.segmentation.data import LabelValues, resize_image
-from downstream.segmentation.engine_segmentation import resize_logits, slide_logits, slide_rows, window_starts
-from downstream.segmentation.large_tiffs import LargeTiff, Tags, is_tiff, read_geo_tags, size_of_tiff
+from downstream.segmentation.data import LabelValues, resize_bilinear, scale_image
+from downstream.segmentation.engine_segmentation import blend, slide_logits, slide_rows, window_starts
+from downstream.segmentation.large_tiffs import LargeTiff, Tags, is_tiff, read_geo_tags
 from encoders.trained import Trained
 from util.atomic import replaced_file
-from util.data.decode import max_pixels
 from util.data.images import EncodedImages, ImageError, evenly_spaced
-from util.data.invalid_pixels import invalid_everywhere, resize_valid
 from util.data.pictures import as_picture
-from util.data.pixel_format import GDAL_NODATA, tifffile
+from util.data.pixel_format import GDAL_NODATA
 from util.data.transforms import Size
 from util.evaluate.context import EvalContext
 from util.evaluate.predictions import Progress, output_paths, prepared_batches
@@ -43,7 +41,6 @@ from util.pictures import save
 MAX_WHOLE = 2**22  # pixels of a TIFF that is predicted as a whole, if it is not scaled
 TILE = 256  # side of the tiles of label maps
 PICTURE = 1024  # longest side of a picture
-STRIPE = 4  # width of the stripes of pixels without a class, in pixels of a picture
 MAX_SHRINK = 2.0
 GDAL_METADATA = 42112  # a tag
 
@@ -52,28 +49,20 @@ class Seen(NamedTuple):
     """An image as the model sees it, [C, h, w] as stored. invalid: bool [H, W] in its own size."""
 
     img: Tensor
-    invalid: np.ndarray
+    invalid: Tensor
 
 
 def prepare(img: Tensor, image_scale: Sequence[int] | None) -> Seen:
     """Scales an image [C, H, W] as stored as `ResizeForEvaluation` does, or not at all."""
     seen = img
     if image_scale is not None:
-        longest, shortest = image_scale
-        size = scaled_size((img.shape[1], img.shape[2]), longest, shortest)
-        seen = resize_valid(partial(resize_image, size=size), img)
-    return Seen(seen, find_invalid(img))
-
-
-def find_invalid(img: Tensor) -> np.ndarray:
-    """Returns the pixels of an image [C, H, W] that are invalid in all channels, bool [H, W]."""
-    return invalid_everywhere(img.permute(1, 2, 0).numpy())
+        seen = scale_image(img, image_scale)
+    return Seen(seen, img.isnan().all(dim=0))
 
 
 def picture_size(size: Size) -> Size:
-    if max(size) > PICTURE:
-        return scaled_size(size, PICTURE)
-    return size
+    """Returns the size of the picture of an image, which is never enlarged."""
+    return scaled_size(size, min(PICTURE, max(size)))
 
 
 def take_nearest(array: np.ndarray, size: Size) -> np.ndarray:
@@ -118,8 +107,6 @@ class LabelMaps:
         self.palette[self.values.of_classes] = info.class_colors or default_colors(self.values.num_classes)
         self.paths = output_paths(out / "labels", images, label_ending)
         self.picture_paths = output_paths(out / "pictures", images, lambda name: ".png")
-        if tifffile is None and any(path.suffix == ".tif" for path in self.paths):
-            raise ValueError("label maps of TIFFs are TIFFs, which tifffile writes: pip install tifffile")
 
     def facts(self) -> dict[str, Any]:
         """Returns what the values in the label maps and the colours in the pictures mean."""
@@ -131,28 +118,18 @@ class LabelMaps:
         """Returns the images without a label map."""
         return [i for i, path in enumerate(self.paths) if not path.exists()]
 
-    def note_scale(self, is_chosen: bool) -> list[str]:
-        """Returns a note if images of a sample are shrunk into --image_scale of the run, which names the largest.
-
-        ValueError if it is shrunk more than MAX_SHRINK times, unless that `is_chosen`.
-        """
-        if self.image_scale is None:
-            return []
-        longest, shortest = self.image_scale
-        factor = 1.0
-        text = ""
+    def refuse_shrinking(self) -> None:
+        """ValueError if an image of a sample is shrunk more than MAX_SHRINK times into --image_scale of the run."""
+        assert self.image_scale is not None
         for i in evenly_spaced(len(self.images), self.images.num_checked).tolist():
             with suppress(ImageError):  # it is named later
                 _, size = self.images.read_header(i)
-                found = size[0] / scaled_size(size, longest, shortest)[0]
-                if found > factor:
-                    factor = found
-                    text = f"{self.images.path(i)!r} of {size[1]} x {size[0]} pixels is shrunk {factor:.3g} times"
-        if factor > MAX_SHRINK and not is_chosen:
-            raise ValueError(f"{text} into --image_scale of the run: give --keep_size, or --no-keep_size to shrink it")
-        if not text:
-            return []
-        return [f"note: {text}; --keep_size keeps it"]
+                factor = size[0] / scaled_size(size, *self.image_scale)[0]
+                if factor > MAX_SHRINK:
+                    raise ValueError(
+                        f"{self.images.path(i)!r} of {size[1]} x {size[0]} pixels is shrunk {factor:.3g} times into "
+                        "--image_scale of the run: give --keep_size, or --no-keep_size to shrink it"
+                    )
 
     @torch.no_grad()
     def write_missing(self, progress: Progress) -> None:
@@ -176,25 +153,22 @@ class LabelMaps:
                 progress.bar.update(1)
 
     def is_large(self, i: int) -> bool:
-        """Whether an image is read row by row: a large TIFF, unless it can only be read as a whole."""
+        """Whether an image is a large TIFF that can be read row by row."""
         if self.image_scale is not None:
             return False
-        num_pixels = math.prod(size_of_tiff(self.images, i))
-        if num_pixels <= MAX_WHOLE:
-            return False
-        if num_pixels > max_pixels():
-            return True
         try:
-            return LargeTiff(self.images, i).pixels == self.images.pixel_format
-        except ImageError:
+            tiff = LargeTiff(self.images, i)
+        except ImageError:  # reading it as a whole names what is wrong
             return False
+        return math.prod(tiff.size) > MAX_WHOLE and tiff.pixels == self.images.pixel_format
 
     def predict_whole(self, i: int, seen: Seen) -> None:
         """Writes the label map of an image in memory."""
         img = self.normalized(seen.img)
         logits = slide_logits(self.logits_of_windows, img, self.model.img_size, self.stride, self.weights)
         size = (seen.invalid.shape[0], seen.invalid.shape[1])
-        labels = self.label_values(resize_logits(logits, size), seen.invalid)
+        labels = self.label_values(resize_bilinear(logits, size))
+        labels[seen.invalid.numpy()] = self.values.no_class
         if i < self.num_pictures:
             self.write_picture(i, seen.img, labels)
         self.write_labels(i, labels)
@@ -203,27 +177,20 @@ class LabelMaps:
         """Writes the label map of a TIFF that is read row by row. ImageError if it cannot be read."""
         tiff = LargeTiff(self.images, i)
         with tiff.file:
-            if tiff.pixels != self.images.pixel_format:
-                raise ImageError(f"{tiff.path!r} has {tiff.pixels}, other images have {self.images.pixel_format}")
+            is_invalid = np.zeros(tiff.size, bool)
 
-            @lru_cache(maxsize=1)  # windows beside each other are read at once
-            def read_rows(top: int, bottom: int) -> Tensor:
-                return tiff.read(slice(top, bottom))
+            def read(rows: slice) -> Tensor:
+                stored = tiff.read(rows)
+                is_invalid[rows] = stored.isnan().all(dim=0)
+                return self.normalized(stored)
 
-            def read(rows: slice, columns: slice) -> Tensor:
-                return self.normalized(read_rows(rows.start, rows.stop)[:, :, columns])
-
-            height, width = tiff.size
-            labels = np.empty((height, width), np.uint8)
+            height, _ = tiff.size
             window = self.model.img_size
             parts = slide_rows(self.logits_of_windows, read, tiff.size, window, self.stride, self.weights)
             num_parts = len(window_starts(height, window[0], self.stride))
             bar = tqdm(parts, total=num_parts, unit="row of windows", leave=False, disable=None)
-            for rows, logits in bar:
-                invalid = np.zeros((len(labels[rows]), width), bool)
-                if tiff.pixels.has_invalid:
-                    invalid = find_invalid(tiff.read(rows))
-                labels[rows] = self.label_values(logits, invalid)
+            labels = np.concatenate([self.label_values(logits) for logits in bar])
+            labels[is_invalid] = self.values.no_class
             if i < self.num_pictures:
                 img = tiff.read(slice(0, height), picture_size(tiff.size))
                 self.write_picture(i, img, labels)
@@ -241,11 +208,9 @@ class LabelMaps:
             raise FloatingPointError("the logits of an image are not finite: try --precision fp32, and check --std")
         return logits
 
-    def label_values(self, logits: Tensor, invalid: np.ndarray) -> np.ndarray:
+    def label_values(self, logits: Tensor) -> np.ndarray:
         """Returns the values that label files have for the classes of logits [K, h, w], uint8 [h, w]."""
-        labels = self.values.of_classes[logits.argmax(dim=0).cpu().numpy()]
-        labels[invalid] = self.values.no_class
-        return labels
+        return self.values.of_classes[logits.argmax(dim=0).cpu().numpy()]
 
     def write_labels(self, i: int, labels: np.ndarray) -> None:
         """Writes the label map of an image, which is done then."""
@@ -265,13 +230,9 @@ class LabelMaps:
         size = picture_size((labels.shape[0], labels.shape[1]))
         shown = take_nearest(as_picture(img, self.context.normalize), size)
         values = take_nearest(labels, size)
-        blend = (shown.astype(np.float32) + self.palette[values]) / 2
-        stripes = np.add.outer(np.arange(size[0]), np.arange(size[1])) // STRIPE % 2 * 255
-        is_invalid = values == self.values.no_class
-        blend[is_invalid] = stripes[is_invalid, None]
         path = self.picture_paths[i]
         path.parent.mkdir(parents=True, exist_ok=True)
-        save(blend.round().astype(np.uint8), path)
+        save(blend(shown, values, self.palette, self.values.no_class), path)
 
 
 def gdal_tags(no_class: int, names: Mapping[str, str]) -> Tags:
@@ -286,6 +247,8 @@ def gdal_tags(no_class: int, names: Mapping[str, str]) -> Tags:
 
 def write_label_tiff(path: Path, labels: np.ndarray, palette: np.ndarray, tags: Tags) -> None:
     """Writes a label map as a tiled TIFF with a colour table. palette: uint8 [256, 3]."""
+    import tifffile
+
     colormap = palette.T.astype(np.uint16) * 257
     tifffile.imwrite(
         path,

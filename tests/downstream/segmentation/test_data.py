@@ -17,8 +17,7 @@ from downstream.segmentation.data import (
     SegmentationAugment,
     SegmentationImages,
     distort,
-    note_on_val_alone,
-    resize_image,
+    resize_bilinear,
     scale_saturation,
     turn_hue,
 )
@@ -74,7 +73,6 @@ def test_listed_values_become_classes_in_their_order():
         {"num_classes": 2, "label_values": [0, 10, 20]},
         {"num_classes": 2, "label_values": [10, 10]},
         {"num_classes": 2, "label_values": [0, 256]},
-        {"num_classes": 256, "label_values": [*range(256)]},
     ],
 )
 def test_classes_that_do_not_fit_are_refused(options):
@@ -141,17 +139,6 @@ def test_labels_may_be_tiffs(tmp_path, layout):
         images.load_labels(1)
 
 
-def test_classes_of_val_alone_are_said(tmp_path):
-    for split in ("training", "validation"):
-        write_pairs(tmp_path, 2, split, values=(0, 1, 2)[: 2 + (split == "validation")])
-    images = open_pairs(tmp_path)
-    val_images = open_pairs(tmp_path, split="val")
-    for opened in (images, val_images):
-        opened.check()
-    assert not note_on_val_alone(val_images, images)
-    assert [" 2 " in note for note in note_on_val_alone(images, val_images)] == [True]
-
-
 # A grey PNG of 4 bits, whose values are (row + column) % 16; Pillow writes none.
 GREY_PNG = (
     "iBL{Q4GJ0x0000DNk~Le0000e0000U1ONa40KP`<00000TuDShRCwC$&@lmkAOHZtr-BuzKm{sL!3tKO0u`u01u9ShBe**JU;w9I"
@@ -185,13 +172,13 @@ def test_five_bands_keep_their_type(tmp_path, dtype):
     assert torch.equal(shown.float(), img.float())
     assert labels.dtype == torch.uint8
     fill = [7, 8, 9, 10, 11]
-    padded, classes = SegmentationAugment((64, 64), 0, fill, (40, 30), (1, 1))(pair, 0, 0)
+    padded, classes = SegmentationAugment((64, 64), 0, fill, (40, 30), (1, 1), photometric=False)(pair, 0, 0)
     assert padded.dtype == img.dtype
     assert padded[:, :30, :40].tolist() in (img.tolist(), img.float().flip(-1).to(img.dtype).tolist())
     assert padded[:, 40, 3].tolist() == fill
     assert (classes[30:] == IGNORE).all()
-    half = resize_image(img, (15, 20))
-    assert (half.float() - resize_image(img.float(), (15, 20))).abs().max() <= 0.5
+    half = resize_bilinear(img, (15, 20))
+    assert (half.float() - resize_bilinear(img.float(), (15, 20))).abs().max() <= 0.5
 
 
 def remove_files(root):
@@ -207,8 +194,8 @@ def write_values(root, *values):
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
-        (lambda root: (root / LABEL).unlink(), "annotations/training': 1"),
-        (lambda root: (root / IMAGE).unlink(), "images/training': 1"),
+        (lambda root: (root / LABEL).unlink(), "annotations/training.* 1$"),
+        (lambda root: (root / IMAGE).unlink(), "images/training.* 1$"),
         (lambda root: write_photo(root / IMAGE, (41, 30)), "1.jpg"),
         (lambda root: save(SEVENS, root / LABEL), "1.png.* 7,.*--num_classes"),
         (lambda root: write_photo(root / LABEL, (40, 30)), "1.png"),
@@ -219,7 +206,7 @@ def write_values(root, *values):
         (lambda root: (root / "images").rename(root / "photos"), "images"),
         (lambda root: (root / "images/train").mkdir(), "images"),
         (lambda root: write_photo(root / "images/training/1.png", (40, 30)), "1.jpg' and '1.png"),
-        (lambda root: write_values(root, 0, 255), "0 .class 0. 50.0%, 255 .ignored. 50.0%"),
+        (lambda root: write_values(root, 0, 255), "0 .class 0. 50.0%.* 255 .ignored. 50.0%"),
         (lambda root: write_values(root, 255), "--ignore_index"),
     ],
 )

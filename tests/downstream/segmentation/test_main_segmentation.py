@@ -101,7 +101,6 @@ def test_two_processes_train_and_count_as_one(striped, encoder, tmp_path):
         "--head linear --recipe ade20k_upernet_vit_base",
         "--stride 17",
         "--input_size 18",
-        "--input_size 4 --stride 4",
         "--cat_max_ratio 0",
         "--image_scale 24 64",
         "--batch_size 1 --total_batch_size 1",
