@@ -139,7 +139,9 @@ def compute_maps(
     bad = torch.zeros((), device=device)
     model.eval()
     with closing(loader):
-        batches = BatchesAhead(loader, len(addresses), 2, loop.stop)
+        batches = BatchesAhead(loader, loop.stop)
+        for _ in range(2):
+            batches.load()
         loop.stop_if_asked()
         for first in range(0, share, batch_size):
             loop.stop_if_asked()

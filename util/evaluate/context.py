@@ -120,7 +120,9 @@ def evaluation_batches(
     batches_apart = math.ceil(IMAGES_PER_QUESTION / context.batch_size)
     try:
         if context.stop is not None:
-            batches = BatchesAhead(batches, len(addresses), 2 * batches_apart, context.stop)
+            batches = BatchesAhead(batches, context.stop)
+            for _ in range(2 * batches_apart):
+                batches.load()
             context.stop_if_asked()
         for number in range(math.ceil(largest_share / context.batch_size)):
             if number % batches_apart == 0:

@@ -132,39 +132,36 @@ class StopSignal:
 
 
 class BatchesAhead:
-    """Iterator over the next batches of this process, which are loaded so early that a failure stops all ranks in time.
+    """Iterator over batches of this process, which are loaded so early that a failure stops all ranks in time.
 
     Ranks know what another one asks for at the second question after it. A rank whose data cannot be loaded, or that
     gets a signal while it waits for a batch, still has the batches up to there: no other rank waits for it in a step.
     """
 
-    def __init__(self, batches: Iterator[Any], num_batches: int, num_ahead: int, stop: StopSignal) -> None:
-        """num_batches: to be taken from `batches`. num_ahead: as many as are used between three questions."""
+    def __init__(self, batches: Iterator[Any], stop: StopSignal) -> None:
+        """Before the first batch is taken, `load` is to be called for as many as are used between three questions."""
         self.batches = batches
-        self.num_left = num_batches  # that are not loaded
-        self.num_ahead = num_ahead
         self.stop = stop
         self.loaded: deque[Any] = deque()
-        self.load(num_ahead)
 
     def __iter__(self) -> "BatchesAhead":
         return self
 
     def __next__(self) -> Any:
-        self.load(self.num_ahead + 1)
+        self.load()
         if not self.loaded:
             raise StopIteration
         return self.loaded.popleft()
 
-    def load(self, num_batches: int) -> None:
-        """Loads until so many batches wait, unless this process asks to stop."""
+    def load(self) -> None:
+        """Loads one batch more, unless there is none, or this process asks to stop."""
         stop = self.stop
+        if stop.is_asked:
+            return
         try:
             stop.interrupts = True
-            while len(self.loaded) < num_batches and self.num_left > 0 and not stop.is_asked:
-                self.loaded.append(next(self.batches))
-                self.num_left -= 1
-        except Stopped:
+            self.loaded.append(next(self.batches))
+        except (Stopped, StopIteration):
             pass
         except (ImageError, OSError) as error:
             if stop.name is None:

@@ -113,7 +113,8 @@ class TrainLoop:
 
         Tensors go to the device. Numbers that only the host needs, such as sizes, are not tensors and stay.
         """
-        self.begin_batch()
+        is_first = self.step < self.first_step + 3  # after the third one all processes have made a step
+        self.watchdog.heartbeat(f"step {self.step + 1}", self.watchdog.first if is_first else 0.0)
         before = time.perf_counter()
         batch = next(batches)
         self.clock.data_seconds += time.perf_counter() - before
@@ -124,11 +125,6 @@ class TrainLoop:
                 part = self.copies.copy(part)
             on_device.append(part)
         return on_device
-
-    def begin_batch(self) -> None:
-        """Tells the watchdog that a micro-batch begins, or is loaded."""
-        is_first = self.step < self.first_step + 3  # after the third one all processes have made a step
-        self.watchdog.heartbeat(f"step {self.step + 1}", self.watchdog.first if is_first else 0.0)
 
     def seed_draws(self, step: int, micro: int) -> None:
         """Seeds the global generators by (seed, step, micro-batch, rank): a resumed run repeats drop path and mixup."""
@@ -197,21 +193,17 @@ class TrainLoop:
         self.graphs = StepGraphs(forward_backward, update, self.optimizer, self.device)
         return self.graphs
 
-    def load_ahead(self, batches: Iterator[Any], steps: range) -> BatchesAhead:
-        """Begins to load the batches of these steps. If that fails on a rank, or one got a signal, `has_stopped`."""
-        before = time.perf_counter()
-        watched = self.watch_loading(batches)
-        ahead = BatchesAhead(watched, len(steps) * self.accum_iter, 2 * self.accum_iter, self.stop)
-        self.clock.data_seconds += time.perf_counter() - before
+    def load_ahead(self, batches: Iterator[Any]) -> BatchesAhead:
+        """Loads the batches of the next two steps. If that fails on a rank, or one got a signal, `has_stopped`.
+
+        The watchdog gives each of them the time of a first step.
+        """
+        ahead = BatchesAhead(batches, self.stop)
+        for _ in range(2 * self.accum_iter):
+            self.watchdog.heartbeat(f"step {self.step + 1}", self.watchdog.first)
+            ahead.load()
         self.has_stopped = any(gather_objects(self.stop.is_asked))
         return ahead
-
-    def watch_loading(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields the batches. The watchdog gives each of them the time of a micro-batch."""
-        self.begin_batch()
-        for batch in batches:
-            yield batch
-            self.begin_batch()
 
     def stop_if_asked(self) -> None:
         """Raises Stopped on all ranks if one was asked to stop in work between steps.

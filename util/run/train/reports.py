@@ -184,11 +184,7 @@ class StepReports:
         self.last_step = schedule.last_step(run.args.max_steps)
         self.hosts = gather_objects(socket.gethostname())  # of each rank
         self.host_hint = HOST_HINT if self.device.type == "cuda" else ""
-        self.num_written = 0  # since the workers have started
-
-    def expect_start_of_workers(self) -> None:
-        """Takes the next report for one that includes it, and says nothing about a slow loading of data."""
-        self.num_written = 0
+        self.is_first = True  # the next report includes what a start does once, such as compilation
 
     def write(self, step: int, losses: Mapping[str, torch.Tensor], interim: bool) -> None:
         """Logs the means since the last report. FloatingPointError if steps are lost. All ranks must call it.
@@ -231,9 +227,9 @@ class StepReports:
             scalars["epoch_loss"] = total({name: epoch_means[name] for name in losses})
         line, postfix = self._describe(step, scalars)
         self.log.report(step, scalars, line, postfix, interim)
-        self.num_written += 1
-        if self.num_written > 1:
+        if not self.is_first:
             self._advise(scalars)
+        self.is_first = False
 
     def _advise(self, scalars: dict[str, Any]) -> None:
         """Says what steps wait for, data or the host, and what helps. Once each."""

@@ -21,7 +21,7 @@ from util.data.workers import kill_workers
 from util.run.exits import describe_error, is_full_gpu, refuse
 from util.run.files.json_files import record_failure, write_state
 from util.run.processes.distributed import shut_down
-from util.run.processes.supervise import Stopped
+from util.run.processes.supervise import BatchesAhead, Stopped
 from util.run.train.loop import TrainLoop
 from util.run.train.saving import CheckpointSaver
 from util.text import count_of
@@ -61,13 +61,14 @@ class Batches:
         self.loop = loop
         self.open_loader = open_loader
         self.loader: Loader | None = None
+        self.ahead: BatchesAhead | None = None
 
-    def from_here(self) -> Loader:
+    def from_here(self) -> BatchesAhead:
         """Returns the batches from the current step on."""
-        if self.loader is None:
+        if self.ahead is None:
             self.loader = self.open_loader(range(self.loop.step, self.loop.last_step))
-            self.loop.reports.expect_start_of_workers()
-        return self.loader
+            self.ahead = self.loop.load_ahead(self.loader)
+        return self.ahead
 
     def open_by(self, open_loader: OpenLoader) -> None:
         """From now on the loader is one that `open_loader` opens."""
@@ -79,6 +80,7 @@ class Batches:
         if self.loader is not None:
             self.loader.close()
         self.loader = None
+        self.ahead = None
 
 
 def train(
@@ -107,9 +109,8 @@ def train(
                 with loop.log.traced(args.profile, loop.step, loop.last_step):
                     while not loop.has_ended():  # MAE's loop over epochs, cut where something may be due
                         steps = steps_to_next_pause(loop)
-                        loader = batches.from_here()
+                        ahead = batches.from_here()
                         loop.clock.restart()  # what happens between steps does not count
-                        ahead = loop.load_ahead(loader, steps)
                         if not loop.has_stopped:
                             with torch.autograd.set_detect_anomaly(args.detect_anomaly):
                                 train_steps(loop.model_in_ddp, ahead, steps, loop)

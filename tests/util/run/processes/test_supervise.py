@@ -74,7 +74,9 @@ def test_a_signal_ends_the_loading_of_a_batch_whatever_its_libraries_catch():
             yield "without an image"
 
     with StopSignal(torch.device("cpu")) as stop:
-        assert list(supervise.BatchesAhead(load(), 2, 1, stop)) == ["whole"]
+        ahead = supervise.BatchesAhead(load(), stop)
+        ahead.load()
+        assert list(ahead) == ["whole"]
 
 
 PROGRAM = """
