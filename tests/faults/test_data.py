@@ -78,7 +78,7 @@ def lose_tars(folder, monkeypatch):
     monkeypatch.replace_in(images, "time.sleep", lambda seconds: None)
 
 
-GONE = "the images in '.*' cannot be opened any more; the same command goes on"
+GONE = "the images in '.*' cannot be opened any more; start the same command again"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ GONE = "the images in '.*' cannot be opened any more; the same command goes on"
         (vanish, "--num_workers 1 --epochs 6", 75, GONE),
         (vanish, "--max_bad_fraction 0 --accum_iter 2 --batch_size 4", 75, GONE),
         (become_text, "", 2, "jpg' cannot be decoded"),
-        (lose_tars, "", 75, "Stale file handle; the same command goes on"),
+        (lose_tars, "", 75, "Stale file handle; start the same command again"),
     ],
 )
 def test_no_step_is_lost_if_the_data_is_gone(
@@ -121,7 +121,7 @@ def test_no_step_is_lost_if_the_data_is_gone(
         (0, 11, "--total_batch_size 4 --accum_iter 2", 5),
         (1, 13, "--batch_size 4", 3),  # the first image of the second epoch
         (0, 1, "--batch_size 4", 0),  # the first one of all
-        (1, 16 + 12 + 2, "--batch_size 4 --knn_every 1", 3),  # in the second evaluation
+        (1, 16 + 20 + 2, "--batch_size 4 --knn_every 1", 3),  # in the second evaluation
     ],
 )
 def test_no_step_is_lost_if_the_storage_of_one_of_two_processes_fails(labelled, tmp_path, rank, number, flags, step):
@@ -130,7 +130,7 @@ def test_no_step_is_lost_if_the_storage_of_one_of_two_processes_fails(labelled, 
     finish(labelled, tmp_path / "whole", *flags)
     out = tmp_path / "out"
     said = finish(labelled, out, *flags, fault=("fail-load", number, rank, tmp_path / "mark"), code=1)
-    assert "the same command goes on" in said
+    assert "start the same command again" in said
     content = read_json(out / "run.json")
     assert (content["state"], content["step"]) == ("failed", step)
     assert re.match(rf"rank {rank}: .*Input/output error", content["why"])
