@@ -284,7 +284,7 @@ def test_a_killed_worker(photos, tmp_path, alone):
     flags = (*SAVE, "--num_workers", 2)
     out = finish(photos, tmp_path, *flags, fault=("kill-worker", 6, 0, tmp_path / "mark"), processes=1, code=75)
     assert "a DataLoader worker was lost" in out
-    assert "the same command goes on from the newest checkpoint" in out
+    assert "start the same command again" in out
     finish(photos, tmp_path, *flags, processes=1)
     assert lost_in(tmp_path) == [0]
     assert_as(alone, tmp_path)

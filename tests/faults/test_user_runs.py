@@ -257,7 +257,7 @@ def test_a_log_that_cannot_be_written(photos, tmp_path, before_step, capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, no_limit)
         signal.signal(signal.SIGXFSZ, handler)
     assert "File too large" in message
-    assert "the same command goes on from the newest checkpoint" in message
+    assert "start the same command again" in message
     assert_same_state(pretrain(photos, tmp_path / "out"), expected)
     assert [r["step"] for r in reports(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
 

@@ -58,9 +58,9 @@ def describe_error(error: Exception) -> str:
 
 def refuse(parser: argparse.ArgumentParser, error: Exception, advice: str = "", is_training: bool = False) -> NoReturn:
     """Ends the program with one paragraph and the error's `exit_code`. advice: the end of the paragraph."""
-    if isinstance(error, PermissionError):
-        advice = ""
     code = exit_code(error, is_training)
+    if code == TEMPORARY:
+        advice = "; start the same command again"
     parser.exit(code, f"{parser.prog}: error: {describe_error(error)}{advice}\n")
 
 
@@ -73,8 +73,7 @@ def user_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
         is_bug = isinstance(error, RuntimeError) and not is_full_gpu(error)
         if is_bug or (isinstance(error, BrokenPipeError) and is_output_closed()):  # see `run_program`
             raise
-        advice = "; start the same command again" if exit_code(error) == TEMPORARY else ""
-        refuse(parser, error, advice)
+        refuse(parser, error)
 
 
 def is_full_gpu(error: BaseException | None) -> bool:

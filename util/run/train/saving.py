@@ -7,7 +7,7 @@ and it does not touch model, optimizer, device and log.
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ class Write:
 
     file: str
     needed_steps: list[int]
-    outcome: Future[str]  # a note for the log, or ""; OSError if the write fails
+    outcome: Future[None]  # OSError if the write fails
 
 
 @dataclass
@@ -89,19 +89,11 @@ class CheckpointSaver:
         self.began = time.monotonic()  # the last save
         self.num_failures = 0  # saves in a row
 
-    def is_due(self) -> bool:
-        """Whether the current step may be saved: at each pause, because rank 0 knows the time."""
-        return True
-
     def is_done(self) -> bool:
         """Whether the current step needs no save, because its weights are saved or it is too early. For rank 0."""
         step = self.loop.step
         is_needed = self.loop.has_ended() or self.is_kept(step) or (self.save_steps > 0 and step % self.save_steps == 0)
         return not is_needed and not self.is_time()
-
-    def perform(self) -> None:
-        """Saves the current step."""
-        self.save(final=self.loop.has_ended())
 
     def is_kept(self, step: int) -> bool:
         """Whether the checkpoint of `step` is kept for good. Those of the end and of the start of the decay are."""
@@ -182,7 +174,7 @@ class CheckpointSaver:
         self.finish()  # the write before it reads the memory of the copy
         run_on_rank0(lambda: self.begin_write_of_best(self.copies.take({"model": self.model.state_dict()}), info))
         if self.loop.step == self.loop.last_step:
-            self.wait_for_success()
+            self.finish(required=True)
 
     def is_being_saved(self, step: int) -> bool:
         """Whether rank 0 writes the weights of `step` now."""
@@ -203,6 +195,11 @@ class CheckpointSaver:
         needed_steps = [*self.steps_since_newest_good(), step]
         outcome = self.thread.submit(self.write_and_prune, step, state, info, needed_steps)
         self.writing = Write(checkpoint.file_name(step), needed_steps, outcome)
+        if step == self.schedule.decay_step:
+            path = self.output_dir / self.writing.file
+            self.loop.log.info(
+                f"note: the decay begins; a run with more --epochs can start at {path}, which is kept (--resume)"
+            )
         if must_succeed:
             self.join(required=True)
 
@@ -221,54 +218,41 @@ class CheckpointSaver:
 
     def write_and_prune(
         self, step: int, state: Mapping[str, Any], info: CheckpointInfo, needed_steps: Sequence[int]
-    ) -> str:
-        """For the thread. Returns a note for the log, or "". OSError if the write fails."""
-        path = checkpoint.save_checkpoint(self.output_dir, step, state, info.to_json(), self.is_kept(step))
+    ) -> None:
+        """For the thread. OSError if it fails."""
+        checkpoint.save_checkpoint(self.output_dir, step, state, info.to_json(), self.is_kept(step))
         write_state(self.output_dir, step=step)
-        try:
-            checkpoint.prune_checkpoints(self.output_dir, needed_steps)
-        except OSError as error:
-            return f"warning: older checkpoints could not be removed ({error})"
-        if step == self.schedule.decay_step:
-            return f"note: the decay begins; a run with more --epochs can start at {path}, which is kept (--resume)"
-        return ""
+        checkpoint.prune_checkpoints(self.output_dir, needed_steps)
 
-    def write_best(self, state: Mapping[str, Any], info: CheckpointInfo) -> str:
-        """For the thread. Returns "", since nothing is pruned. OSError if the write fails."""
+    def write_best(self, state: Mapping[str, Any], info: CheckpointInfo) -> None:
+        """For the thread. OSError if it fails."""
         # A kill may leave weights without their record, but none beside the record of others.
         (self.output_dir / checkpoint.file_name("best")).with_suffix(".json").unlink(missing_ok=True)
         checkpoint.save_checkpoint(self.output_dir, "best", state, info.to_json())
-        return ""
 
     def join(self, required: bool = False) -> None:
         """Waits on this rank until the write in flight is complete. If it has failed, logs or raises its error."""
         if self.writing is None:
             return
         writing = self.writing
-        wait([writing.outcome])
+        error = writing.outcome.exception()
         self.writing = None
-        try:
-            note = writing.outcome.result()
-        except OSError as error:
-            self.num_failures += 1
-            if required:
-                raise
-            note = f"warning: {writing.file} could not be written ({error}); training goes on"
-        else:
+        if error is None:
             self.saved_steps = writing.needed_steps
             self.num_failures = 0
-        if note:
-            self.loop.log.info(note)
+            return
+        if required or not isinstance(error, OSError):
+            raise error
+        self.num_failures += 1
+        self.loop.log.info(f"warning: {writing.file} could not be written ({error}); training goes on")
 
-    def finish(self) -> None:
-        """Waits on all ranks, which must call it, until the write in flight is complete."""
-        self.expect_a_wait()
-        run_on_rank0(self.join)
+    def finish(self, required: bool = False) -> None:
+        """Waits on all ranks, which must call it, until the write in flight is complete.
 
-    def wait_for_success(self) -> None:
-        """Waits on all ranks until the write in flight is complete. All raise OSError if it has failed."""
+        required: all raise OSError if it has failed.
+        """
         self.expect_a_wait()
-        run_on_rank0(lambda: self.join(required=True))
+        run_on_rank0(lambda: self.join(required=required))
 
     def expect_a_wait(self) -> None:
         """Tells the watchdog that this process is about to wait for a write."""
@@ -289,12 +273,8 @@ class CheckpointSaver:
         """Returns the step that made the current weights: the last finite one. It waits for the device."""
         return self.loop.step - int(self.loop.meter.bad_streak)
 
-    def advice(self, error: Exception) -> str:
-        """Returns how to go on after `error` has ended the training, to be added to its message."""
-        if isinstance(error, OSError):  # rank 0 may still write the first checkpoint
-            return "; the same command goes on from the newest checkpoint, if there is one"
-        if not isinstance(error, FloatingPointError):
-            return ""
+    def name_last_good(self) -> str:
+        """Returns how to go on after values that are not finite, to be added to the message."""
         # A finite step has followed these: the last one, after which the weights have not changed any more.
         finished = checkpoint.list_finished(self.output_dir)
         good = [path for path in finished if checkpoint.step_of(path) < self.step_of_weights()]

@@ -140,8 +140,8 @@ def do_what_is_due(loop: TrainLoop, saver: CheckpointSaver, between: Sequence[Be
 
     All ranks do the same: `is_due` is equal on all, rank 0 says what is done.
     """
-    if saver.is_due() and not collectives.run_on_rank0(saver.is_done):
-        saver.perform()
+    if not collectives.run_on_rank0(saver.is_done):
+        saver.save(final=loop.has_ended())
     for work in between:
         if not work.is_due() or collectives.run_on_rank0(work.is_done):
             continue
@@ -186,17 +186,32 @@ def raise_load_error(loop: TrainLoop) -> None:
 
 
 def end(loop: TrainLoop, all_done: bool, summary: Callable[[], Sequence[str]]) -> bool:
-    """Ends a run that has made its steps, or that a signal has stopped. Returns False after a signal."""
-    if loop.step < loop.last_step or not all_done:
-        record_state(loop, "stopped", loop.stop.name or "a signal to another process")
-        end_after_signal(loop)
-        return False
-    if loop.step < loop.schedule.num_steps:
-        record_state(loop, "stopped", f"--max_steps {loop.run.args.max_steps}")
+    """Ends a run that has made its steps. Returns False if a signal has stopped it; its checkpoint is saved.
+
+    Our signal handlers stay installed meanwhile: the previous ones might requeue the job or kill the process. After
+    Ctrl-C it raises KeyboardInterrupt, so that the shell stops its script, too.
+    """
+    stop = loop.stop
+    is_stopped = loop.step < loop.last_step or not all_done
+    if is_stopped:
+        name = stop.name or "a signal to another process"
+        record_state(loop, "stopped", name)
+        progress = f"after step {loop.step} of {loop.last_step}"
+        loop.log.info(f"stopped by {name} {progress}; the same command goes on from there")
+        stop.wait()
     else:
-        record_state(loop, "finished")
-    finish_run(loop, "\n".join([*summary(), f"  output       {loop.run.output_dir}"]))
-    return True
+        if loop.step < loop.schedule.num_steps:
+            record_state(loop, "stopped", f"--max_steps {loop.run.args.max_steps}")
+        else:
+            record_state(loop, "finished")
+        loop.log.info("\n".join([*summary(), f"  output       {loop.run.output_dir}"]))
+        stop.finish()
+    loop.log.close()
+    shut_down()
+    if is_stopped and stop.name == signal.SIGINT.name:
+        kill_workers()  # a program that dies of SIGINT runs no exit handlers
+        raise KeyboardInterrupt
+    return not is_stopped
 
 
 def record_state(loop: TrainLoop, state: str, why: str = "", **values: object) -> None:
@@ -207,32 +222,6 @@ def record_state(loop: TrainLoop, state: str, why: str = "", **values: object) -
         write_state(run.output_dir, state, why, program=run.program, step=loop.step, last_step=num_steps, **values)
 
 
-def finish_run(loop: TrainLoop, summary: str) -> None:
-    """Prints the summary of a finished run and leaves the process group."""
-    loop.stop.finish()
-    loop.log.info(summary)
-    loop.log.close()
-    shut_down()
-
-
-def end_after_signal(loop: TrainLoop) -> None:
-    """Ends a run that a signal has stopped, after its checkpoint is saved.
-
-    Our signal handlers stay installed meanwhile: the previous ones might requeue the job or kill the process. After
-    Ctrl-C it raises KeyboardInterrupt, so that the shell stops its script, too.
-    """
-    stop = loop.stop
-    name = stop.name or "a signal to another process"
-    progress = f"after step {loop.step} of {loop.last_step}"
-    loop.log.info(f"stopped by {name} {progress}; the same command goes on from there")
-    loop.log.close()
-    stop.wait()
-    shut_down()
-    if stop.name == signal.SIGINT.name:
-        kill_workers()  # a program that dies of SIGINT runs no exit handlers
-        raise KeyboardInterrupt
-
-
 def refuse_training_error(error: Exception, loop: TrainLoop, saver: CheckpointSaver) -> None:
     """Ends a training run after unreadable data, values that are not finite, or an I/O error.
 
@@ -240,19 +229,21 @@ def refuse_training_error(error: Exception, loop: TrainLoop, saver: CheckpointSa
     as it is.
     """
     run = loop.run
+    is_expected = isinstance(error, (ImageError, FloatingPointError, OSError))
+    is_full = is_full_gpu(error)
     reason = describe_error(error)
-    is_bug = False
-    if is_full_gpu(error):
+    if is_full:
         images = count_of(run.plan.batch_size, "image")
         reason = f"{reason.partition('. ')[0]}, in micro-batches of {images}: lower --batch_size, or --recompute"
         error = ValueError(reason)
-    elif not isinstance(error, (ImageError, FloatingPointError, OSError)):
+    elif not is_expected:
         reason = f"{type(error).__name__}: {reason}"
-        is_bug = True
-    place = ""
-    if run.process.world_size > 1 and not isinstance(error, (ImageError, FloatingPointError, OSError)):
-        place = f"rank {run.process.rank}: "  # it fails alone
-    record_failure(run.output_dir, place + reason, step=loop.step)
-    if not is_bug:
+    if run.process.world_size > 1 and not is_expected:  # it fails alone
+        reason = f"rank {run.process.rank}: {reason}"
+    record_failure(run.output_dir, reason, step=loop.step)
+    if is_expected or is_full:
         collectives.wait_for_threads()
-        refuse(run.parser, error, saver.advice(error), is_training=True)
+        advice = ""
+        if isinstance(error, FloatingPointError):
+            advice = saver.name_last_good()
+        refuse(run.parser, error, advice, is_training=True)

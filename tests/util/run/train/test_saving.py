@@ -184,7 +184,7 @@ def test_saves_by_time(tmp_path, monkeypatch):
         saver.save_best(info_of_run())  # does not count
         saver.finish()
         if not saver.is_done():
-            saver.perform()
+            saver.save()
         saver.finish()
         saved.append(steps_in(tmp_path)[-1:])
     assert saved[3] == []
@@ -346,7 +346,7 @@ def test_no_save_among_lost_steps_costs_the_last_good_checkpoint(tmp_path, saves
         saver.save()
     saver.finish()
     assert steps_in(tmp_path) == kept
-    advice = saver.advice(FloatingPointError())
+    advice = saver.name_last_good()
     if good is None:
         assert "No checkpoint of this run" in advice
     else:
