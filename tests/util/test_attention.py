@@ -143,10 +143,10 @@ class Run:
         self.tested.append((dtype, heads, device))
         return self.faults[0]
 
-    def gather(self, fault):
-        self.gathered.append(fault)
-        if fault == "":
-            return ["", ""]
+    def gather(self, value):
+        self.gathered.append(value)
+        if isinstance(value, bool):  # whether a rank's GPU is one that the kernel is for
+            return [value, value]
         return list(self.faults)
 
     def choose(self, name="auto", precision="bf16", device=GPU, model=None):

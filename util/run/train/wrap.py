@@ -1,6 +1,5 @@
 """The model as training calls it: with its attention kernel, recomputed, compiled, in DDP."""
 
-import inspect
 import re
 from collections.abc import Callable
 from functools import partial
@@ -48,13 +47,9 @@ def wrap_model(model: nn.Module, run: Run) -> nn.Module:
         compile_parts(model)
     if process.world_size == 1:
         return model
-    # Buffers are not broadcast with every step, but before evaluation. Newer torch has renamed the flag.
-    sync_buffers = "broadcast_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
-        sync_buffers = "forward_sync_buffers"
     # With accumulation some backward passes do not all-reduce, which a static graph does not allow.
-    is_static = plan.accum_iter == 1
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=is_static, **{sync_buffers: False})
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=plan.accum_iter == 1)
+    ddp.broadcast_buffers = False  # not with every step, but before evaluation
     if process.device.type == "cpu":
         ddp.register_comm_hook(None, average_in_rank_order)
     return ddp
@@ -96,17 +91,14 @@ def choose_attention(
         if name == "short":
             note("note: torch's attention kernels are used: --attention short is for bf16 and fp16 on a GPU")
         return
-    fault: str | None = ""  # needs no note
-    if name == "short" or torch.cuda.get_device_capability(device) == (9, 0):
-        fault = attention.find_fault(dtype, heads, device)
-    faults = gather_objects(fault)
-    if all(fault is None for fault in faults):
-        attention.use_short(dtype, heads)
+    is_wanted = name == "short" or torch.cuda.get_device_capability(device) == (9, 0)
+    if not all(gather_objects(is_wanted)):
         return
-    for rank, fault in enumerate(faults):
-        if fault:
+    for rank, fault in enumerate(gather_objects(attention.find_fault(dtype, heads, device))):
+        if fault is not None:
             note(f"note: torch's attention kernels are used: --attention short fails on rank {rank}: {fault}")
             return
+    attention.use_short(dtype, heads)
 
 
 def plain_heads(model: nn.Module) -> set[tuple[int, int]]:
