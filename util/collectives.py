@@ -86,22 +86,19 @@ def run_everywhere(function: Callable[[], T]) -> T:
 
     If the storage of a rank has failed, the others raise OSError, too: a later start may succeed.
     """
-    error_of_rank: Exception | None = None
-    kind: type[Exception] = ValueError
-    message: str | None = None
+    error: Exception | None = None
     try:
         result = function()
-    except (ValueError, OSError) as error:
-        error_of_rank = error
-        message = str(error)
-        if isinstance(error, OSError) and not isinstance(error, PermissionError):
-            kind = OSError
-    failures = gather_objects((kind, message))
-    if error_of_rank is not None:
-        raise error_of_rank
-    for rank, (kind, message) in enumerate(failures):
-        if message is not None:
-            raise kind(f"rank {rank} failed: {message}")
+    except (ValueError, OSError) as raised:
+        error = raised
+    failures = gather_objects(error)
+    if error is not None:
+        raise error
+    for rank, failure in enumerate(failures):
+        if isinstance(failure, (ValueError, PermissionError)):
+            raise ValueError(f"rank {rank} failed: {failure}")
+        if failure is not None:
+            raise OSError(f"rank {rank} failed: {failure}")
     return result
 
 

@@ -12,10 +12,6 @@ from util.text import count_of
 MAX_NAMED = 10  # bad images in one message
 
 
-class TooManyBadImages(ImageError):
-    """More images than --max_bad_fraction cannot be read. All ranks raise it at the same step."""
-
-
 class BadImages:
     """Between steps, reports the images that the workers of all processes have marked as bad since the last time.
 
@@ -23,14 +19,13 @@ class BadImages:
     """
 
     def __init__(self, loop: TrainLoop, saver: CheckpointSaver, dataset: AddressedDataset) -> None:
-        fraction: float = loop.run.args.max_bad_fraction
         self.loop = loop
         self.saver = saver
+        self.max_fraction: float = loop.run.args.max_bad_fraction
         self.images = dataset.images
         self.flags = dataset.bad
         self.num_known = 0  # flags of all ranks
-        self.max_bad = max(1, int(fraction * len(dataset)))
-        self.limit = f"more than --max_bad_fraction {fraction:g}"
+        self.max_bad = max(1, int(self.max_fraction * len(dataset)))
         self.known: set[int] = set()
 
     def is_due(self) -> bool:
@@ -41,7 +36,7 @@ class BadImages:
         return False
 
     def perform(self) -> None:
-        """Logs the new ones. TooManyBadImages on all ranks if there are too many, after a save.
+        """Logs the new ones. ImageError on all ranks if there are too many, after a save.
 
         They raise OSError instead if on one of them no image can be opened any more.
         """
@@ -63,7 +58,8 @@ class BadImages:
             if error is not None:
                 raise error
         reasons = self._reasons(sorted(bad))
-        raise TooManyBadImages(f"{message}, {self.limit}: {reasons}. Repair the data, or raise the flag")
+        limit = f"more than --max_bad_fraction {self.max_fraction:g}"
+        raise ImageError(f"{message}, {limit}: {reasons}. Repair the data, or raise the flag")
 
     def _reasons(self, bad: Sequence[int]) -> str:
         """Reads the first of these images again. Returns why they are bad."""
@@ -74,6 +70,4 @@ class BadImages:
                 reasons.append(f"{self.images.path(i)!r} could not be read before, but can be read now")
             except ImageError as error:
                 reasons.append(str(error))
-        if len(bad) > MAX_NAMED:
-            reasons.append(f"and {len(bad) - MAX_NAMED} more")
         return "; ".join(reasons)

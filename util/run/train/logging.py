@@ -63,11 +63,9 @@ class RunLog:
         self.json_lines = open(path, "a", encoding="utf-8")
         self.profiler: profile | None = None  # while it may trace
         self.tensorboard: Any = None  # a SummaryWriter, made with the first report: a start that fails leaves none
-        options: dict[str, Any] = {"dynamic_ncols": True}
-        if terminal_columns(sys.stderr) == 0:  # some terminals report a size of 0 x 0
-            options = {"ncols": 80, "nrows": 24}
-        is_hidden = not sys.stderr.isatty()
-        self.bar = tqdm(total=end_step, initial=start_step, unit="step", file=sys.stderr, disable=is_hidden, **options)
+        # Some terminals report a size of 0 x 0, in which tqdm shows nothing.
+        has_bar = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+        self.bar = tqdm(total=end_step, initial=start_step, unit="step", disable=not has_bar, dynamic_ncols=True)
 
     def info(self, message: str) -> None:
         message = printable(message)
@@ -76,11 +74,8 @@ class RunLog:
             with redirect_if_broken(sys.stderr):
                 self.bar.clear()
         if self.enabled or self.prints:
-            print_line(message)
-
-    def write_to_file(self, message: str) -> None:
-        if self.enabled:
-            self._write(printable(message))
+            with redirect_if_broken(sys.stdout):
+                print(message, flush=True)
 
     def _write(self, message: str) -> None:
         self.text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
@@ -208,18 +203,13 @@ def open_log(run: Run, schedule: RunSchedule, info: CheckpointInfo, rows: Mappin
         run.note(f"note: 1 of {torch.cuda.device_count()} GPUs is used; torchrun --nproc_per_node uses more")
     if args.compile:
         run.note("note: the first step compiles the model, and nothing is reported before (--no-compile)")
-    for line in summary_lines({**rows, **common}):
-        log.info(line)
-    log.write_to_file(json.dumps(info.settings))
+    summary = {**rows, **common}
+    width = max(map(len, summary))
+    for name, value in summary.items():
+        log.info(f"  {name:<{width}}  {value}")
     for note in run.notes:
         log.info(note)
     return log
-
-
-def summary_lines(rows: Mapping[str, str]) -> list[str]:
-    """Returns one aligned line per row, such as `batch    4096 = 64 x 8 processes x 8 accumulated`."""
-    width = max(map(len, rows), default=0)
-    return [f"  {name:<{width}}  {value}" for name, value in rows.items()]
 
 
 @contextmanager
@@ -232,17 +222,3 @@ def redirect_if_broken(stream: TextIO) -> Iterator[None]:
         with suppress(OSError, ValueError):
             os.dup2(null, stream.fileno())  # its buffer goes there, too
         os.close(null)
-
-
-def print_line(message: str) -> None:
-    """Prints to stdout, unless that is closed."""
-    with redirect_if_broken(sys.stdout):
-        print(message, flush=True)
-
-
-def terminal_columns(stream: TextIO) -> int:
-    """Returns the width of the terminal behind `stream`, or 0 if it is unknown or there is no terminal."""
-    try:
-        return os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError):
-        return 0
