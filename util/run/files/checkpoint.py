@@ -26,7 +26,7 @@ import torch
 from util.atomic import replaced_file, sync
 from util.run.errors import CheckpointError
 from util.run.files.record import Checkpoint, CheckpointInfo
-from util.text import describe_owner, shorten
+from util.text import describe_owner
 
 SYNC_BYTES = 2**28  # what is written between two syncs
 TRAINING_STATE = ("optimizer", "scaler", "meter")  # parts of a run's checkpoint, beside its weights
@@ -59,7 +59,8 @@ def save_checkpoint(
         with replaced_file(path, durable=True) as weights:  # the inner one is renamed first
             with HashedFile(weights) as file:
                 _write_weights(file, {**state, "meta": json.dumps(meta)})
-            _write_sidecar(sidecar, file.size, file.digest.hexdigest(), meta, keep)
+            record = {"size": file.size, "sha256": file.digest.hexdigest(), "keep": keep, "meta": meta}
+            sidecar.write_text(json.dumps(record, indent=1))
             sync(sidecar)  # now both are complete
     return path
 
@@ -107,13 +108,9 @@ def prune_checkpoints(output_dir: str | Path, good_steps: Sequence[int]) -> None
         if step >= good_steps[-1] or step in good_steps:
             continue
         sidecar = read_sidecar_file(path)
-        if sidecar is not None and not sidecar.get("keep", True):
+        if sidecar is not None and not sidecar["keep"]:
             path.unlink()
             path.with_suffix(".json").unlink()  # last: weights without it would be taken for an interrupted save
-
-
-def _write_sidecar(sidecar: Path, size: int, digest: str, meta: Mapping[str, Any], keep: bool) -> None:
-    sidecar.write_text(json.dumps({"size": size, "sha256": digest, "keep": keep, "meta": meta}, indent=1))
 
 
 def read_checkpoint(path: str | Path, is_verified: bool = False, mmap: bool = False) -> Checkpoint:
@@ -163,8 +160,7 @@ def reading(path: Path) -> Iterator[None]:
 
 def refuse_damage(path: Path) -> None:
     """Raises CheckpointError if the checkpoint at `path` is not what its sidecar says, if it has one."""
-    sidecar = path.with_suffix(".json")
-    if not sidecar.exists() or "sha256" not in sidecar.read_text():
+    if read_sidecar_file(path) is None:
         return
     damage = find_damage(path)
     if damage is not None:
@@ -225,14 +221,9 @@ def newest_checkpoint(output_dir: str | Path) -> tuple[Path | None, list[str]]:
 def find_checkpoint_file(path: str | Path) -> Path:
     """Returns `path` itself, the newest intact checkpoint of a run's folder, or the first of WEIGHT_FILES in another.
 
-    Raises CheckpointError for a folder without an intact checkpoint and for other files of a run, such as log.jsonl.
-    The message names the path that was probably meant.
+    CheckpointError for a folder without any.
     """
     path = Path(path)
-    if path.is_file() and path.suffix in (".json", ".jsonl", ".txt"):
-        beside = path.with_suffix(".pth")
-        advice = f"the checkpoint is {str(beside)!r}" if beside.is_file() else f"give the folder {str(path.parent)!r}"
-        raise CheckpointError(f"{str(path)!r} is a record of a run and holds no weights: {advice}")
     if not path.is_dir():
         return path
     os.listdir(path)  # PermissionError: `glob` finds nothing in a folder that cannot be read
@@ -242,13 +233,7 @@ def find_checkpoint_file(path: str | Path) -> Path:
     exported = [file for name in WEIGHT_FILES for file in path.glob(name)]
     if exported and not skipped:
         return exported[0]
-    runs = sorted({str(checkpoint.parent) for checkpoint in path.glob("*/checkpoint-*.pth")})
-    if skipped:
-        reason = "; ".join(skipped)
-    elif runs:
-        reason = f"it holds the runs {shorten(runs)}"
-    else:
-        reason = "give the folder of a run, or a checkpoint"
+    reason = "; ".join(skipped) or "give the folder of a run, or a checkpoint"
     raise CheckpointError(f"{str(path)!r} holds no intact checkpoint: {reason}")
 
 
@@ -269,39 +254,30 @@ def read_sidecar_file(path: Path) -> dict[str, Any] | None:
         sidecar = json.loads(path.with_suffix(".json").read_text())
     except (OSError, ValueError):
         return None
-    if isinstance(sidecar, dict) and isinstance(sidecar.get("meta"), dict):
+    if isinstance(sidecar, dict) and {"size", "sha256", "keep", "meta"} <= sidecar.keys():
         return sidecar
     return None
 
 
 def find_damage(path: Path) -> str | None:
     """Returns why the checkpoint at `path` must not be used, or None if it is intact."""
-    try:
-        sidecar = json.loads(path.with_suffix(".json").read_text())
-    except FileNotFoundError:
-        return "its .json is missing: the save was interrupted, or the file was copied without it"
-    except ValueError:
-        return "its .json is not readable"
-    if not isinstance(sidecar, dict) or not {"size", "sha256"} <= sidecar.keys():
-        return "its .json is not the record of a checkpoint"
+    sidecar = read_sidecar_file(path)
+    if sidecar is None:
+        return "its .json is missing or damaged: the save was interrupted, or the file was copied without it"
     size = path.stat().st_size
     if size != sidecar["size"]:
         return f"{size} bytes instead of {sidecar['size']}"
     if sha256(path) != sidecar["sha256"]:
         return "its SHA-256 is not the recorded one"
-    try:
-        CheckpointInfo.from_json(sidecar["meta"], path)
-    except (CheckpointError, KeyError, AttributeError, TypeError) as error:
-        return f"its .json does not describe a run: {error}"
     return None
 
 
 def recorded_sha256(path: Path) -> str:
     """Returns the SHA-256 of a checkpoint from its sidecar. Computes it if there is none."""
     sidecar = read_sidecar_file(path)
-    if sidecar is not None and "sha256" in sidecar:
-        return sidecar["sha256"]
-    return sha256(path)
+    if sidecar is None:
+        return sha256(path)
+    return sidecar["sha256"]
 
 
 def sha256(path: str | Path) -> str:
