@@ -40,7 +40,7 @@ from util.data.images import EncodedImages, ImageError, Reading
 from util.data.pixel_format import Header
 from util.data.statistics import normalizer
 from util.evaluate.context import context_of_flags
-from util.evaluate.predictions import Progress, open_unlabelled, write_record
+from util.evaluate.predictions import open_unlabelled, write_record
 from util.flag import Flag
 from util.run.cli import Parser
 from util.run.exits import run_program
@@ -165,14 +165,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if process.world_size > 1:
             raise ValueError("it runs in one process: start one for each part of the images, with its own --output_dir")
         predictor = make_predictor(args, process)
+        predictor.write_missing()
         num_images = len(predictor.images)
-        progress = Progress(num_images, num_images - len(predictor.missing()))
-        with progress.bar:
-            predictor.write_missing(progress)
-        num_written = num_images - len(predictor.missing())
-        print_on_rank0(f"predicted {num_written} of {count_of(num_images, 'image')}: {args.output_dir}")
-    if progress.num_unreadable:
-        parser.exit(1, f"{PROGRAM}: error: {count_of(progress.num_unreadable, 'image')} cannot be read\n")
+        num_missing = len(predictor.missing())
+        print_on_rank0(f"predicted {num_images - num_missing} of {count_of(num_images, 'image')}: {args.output_dir}")
+    if num_missing:
+        parser.exit(1, f"{PROGRAM}: error: {count_of(num_missing, 'image')} cannot be read\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ pycocotools and others load both: `COCO("images.json").loadRes("detections.json"
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ from util.data.images import EncodedImages
 from util.data.pictures import as_picture
 from util.data.transforms import Size, to_tensor
 from util.evaluate.context import EvalContext
-from util.evaluate.predictions import Progress, Results, name_of, output_paths, prepared_batches
+from util.evaluate.predictions import Results, name_of, output_paths, readable_batches, view_of_one
 from util.pictures import save
 from util.run.files.json_files import write_json
 
@@ -40,9 +39,16 @@ class Seen(NamedTuple):
     size: Size
 
 
-def prepare(img: Tensor, resize: ResizeForDetection) -> Seen:
+class View:
     """Resizes an image [C, H, W] as stored for the model."""
-    return Seen(resize(img), (img.shape[1], img.shape[2]))
+
+    respects_invalid = True
+
+    def __init__(self, side: int) -> None:
+        self.resize = ResizeForDetection(side)
+
+    def __call__(self, img: Tensor, epoch: int, index: int) -> Seen:
+        return Seen(self.resize(img), (img.shape[1], img.shape[2]))
 
 
 def choose_ids(images: EncodedImages, path: str | None) -> dict[str, int]:
@@ -92,15 +98,15 @@ class Detections:
         return self.results.missing()
 
     @torch.no_grad()
-    def write_missing(self, progress: Progress) -> None:
+    def write_missing(self) -> None:
         """Predicts the images that are missing, and writes both files. FloatingPointError if outputs are not finite."""
         side = self.model.img_size[0]
         category_ids = [category for category, _ in self.categories]
         stack = PadAndStack(side)
         context = self.context.one_by_one()
         with count_non_finite(self.model, context.device) as num_bad:
-            view = partial(prepare, resize=ResizeForDetection(side))
-            for (i,), (seen,) in prepared_batches(self.images, self.missing(), view, context, progress):
+            batches = readable_batches(self.images, View(side), self.missing(), context, view_of_one, (side, side))
+            for (i,), seen in batches:
                 objects = detect(self.model, stack([(seen.sample,)]), seen.size, context)
                 if num_bad > 0:
                     raise FloatingPointError(

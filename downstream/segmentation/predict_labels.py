@@ -12,7 +12,6 @@ in all channels have the value of --ignore_index.
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
@@ -35,7 +34,7 @@ from util.data.pictures import as_picture
 from util.data.pixel_format import GDAL_NODATA
 from util.data.transforms import Size
 from util.evaluate.context import EvalContext
-from util.evaluate.predictions import Progress, output_paths, prepared_batches
+from util.evaluate.predictions import name_unreadable, output_paths, readable_batches, view_of_one
 from util.pictures import save
 
 MAX_WHOLE = 2**22  # pixels of a TIFF that is predicted as a whole, if it is not scaled
@@ -52,12 +51,19 @@ class Seen(NamedTuple):
     invalid: Tensor
 
 
-def prepare(img: Tensor, image_scale: Sequence[int] | None) -> Seen:
+class View:
     """Scales an image [C, H, W] as stored as `ResizeForEvaluation` does, or not at all."""
-    seen = img
-    if image_scale is not None:
-        seen = scale_image(img, image_scale)
-    return Seen(seen, img.isnan().all(dim=0))
+
+    respects_invalid = True
+
+    def __init__(self, image_scale: Sequence[int] | None) -> None:
+        self.image_scale = image_scale
+
+    def __call__(self, img: Tensor, epoch: int, index: int) -> Seen:
+        seen = img
+        if self.image_scale is not None:
+            seen = scale_image(img, self.image_scale)
+        return Seen(seen, img.isnan().all(dim=0))
 
 
 def picture_size(size: Size) -> Size:
@@ -132,7 +138,7 @@ class LabelMaps:
                     )
 
     @torch.no_grad()
-    def write_missing(self, progress: Progress) -> None:
+    def write_missing(self) -> None:
         """Writes the label maps that are missing. FloatingPointError if logits are not finite."""
         whole = []
         large = []
@@ -141,16 +147,14 @@ class LabelMaps:
                 large.append(i)
             else:
                 whole.append(i)
-        view = partial(prepare, image_scale=self.image_scale)
-        for (i,), (seen,) in prepared_batches(self.images, whole, view, self.context.one_by_one(), progress):
+        view = View(self.image_scale)
+        for (i,), seen in readable_batches(self.images, view, whole, self.context.one_by_one(), view_of_one, (0, 0)):
             self.predict_whole(i, seen)
         for i in large:
             try:
                 self.predict_large(i)
             except ImageError as error:
-                progress.fail(str(error))
-            else:
-                progress.bar.update(1)
+                name_unreadable(str(error))
 
     def is_large(self, i: int) -> bool:
         """Whether an image is a large TIFF that can be read row by row."""

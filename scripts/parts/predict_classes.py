@@ -1,20 +1,17 @@
 """Class probabilities of images without labels: OUT/predictions.csv."""
 
 import csv
-import math
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from encoders.trained import Trained
 from util.atomic import replaced_file
+from util.data.datasets import stack
 from util.data.images import EncodedImages
-from util.data.invalid_pixels import transform_valid
 from util.data.transforms import ResizeCenterCrop
 from util.evaluate.context import EvalContext
-from util.evaluate.predictions import Progress, Results, prepared_batches
+from util.evaluate.predictions import Results, readable_batches
 
 CSV = "predictions.csv"
 
@@ -36,17 +33,11 @@ class Probabilities:
         return self.results.missing()
 
     @torch.no_grad()
-    def write_missing(self, progress: Progress) -> None:
+    def write_missing(self) -> None:
         """Predicts the images that are missing, and writes the file. FloatingPointError if logits are not finite."""
-        prepare: Callable[[torch.Tensor], torch.Tensor] = self.crop
-        if self.images.pixel_format.has_invalid:
-            prepare = partial(transform_valid, self.crop, epoch=0, index=0)
-        size = self.images.pixel_format.pixel_bytes * math.prod(self.crop.size) * self.context.batch_size
-        batches = prepared_batches(
-            self.images, self.missing(), prepare, self.context, progress, stack=torch.stack, batch_bytes=size
-        )
-        for indices, stacked in batches:
-            imgs = stacked.to(self.context.device, non_blocking=True)
+        batches = readable_batches(self.images, self.crop, self.missing(), self.context, stack, self.crop.size)
+        for indices, (stored, _) in batches:
+            imgs = stored.to(self.context.device, non_blocking=True)
             with self.context.autocast():
                 logits = self.model(self.context.normalize(imgs)).float()
             if not logits.isfinite().all():

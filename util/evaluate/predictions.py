@@ -1,4 +1,4 @@
-"""Predictions for images without labels: which images, how far a program is, and what it cannot read.
+"""Predictions for images without labels: which images, which are done, and what cannot be read.
 
 A program that is started again continues after what it has written: files of single images, or lines of `Results`.
 """
@@ -9,27 +9,19 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from util.data.datasets import Address
+from util.data.datasets import Address, AddressedDataset, Sample
 from util.data.folders import IMG_EXTENSIONS, is_image, list_folder, list_images, note_unread
-from util.data.images import (
-    AS_RGB,
-    EncodedImages,
-    ImageError,
-    ImageFiles,
-    Reading,
-    find_storage_error,
-)
-from util.data.loader import Loader
+from util.data.images import AS_RGB, EncodedImages, ImageError, ImageFiles, Reading
 from util.data.tars import open_tars
-from util.data.transforms import to_tensor
-from util.evaluate.context import EvalContext
+from util.data.transforms import Size
+from util.evaluate.context import EvalContext, evaluation_batches
 from util.evaluate.results import refuse_changes
 from util.run.files.json_files import write_json
 from util.text import printable
@@ -107,89 +99,64 @@ def output_paths(folder: Path, images: EncodedImages, ending: Callable[[str], st
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-class Progress:
-    """Counts the images of a program on a terminal, and names what cannot be read on stderr."""
+class ReadableImages(AddressedDataset):
+    """Images for an evaluation without labels: of one that cannot be read, the sample is what is wrong."""
 
-    def __init__(self, num_images: int, num_done: int) -> None:
-        """num_done: images whose outputs are there already."""
-        self.num_unreadable = 0
-        self.bar = tqdm(total=num_images, initial=num_done, unit="image", disable=None)
+    def __getitems__(self, addresses: Sequence[Address]) -> list[Any]:
+        samples: list[Any] = []
+        for address in addresses:
+            try:
+                samples += super().__getitems__([address])
+            except ImageError as error:
+                samples.append(str(error))
+        return samples
 
-    def fail(self, message: str) -> None:
-        """Names an image that cannot be read."""
-        self.num_unreadable += 1
-        tqdm.write(f"not predicted: {printable(message)}", file=sys.stderr)
 
-
-class PreparedBatch(NamedTuple):
-    """The readable images of a batch, and what is wrong with the others. views: stacked, if there are any."""
+class ReadableBatch(NamedTuple):
+    """The readable images of a batch, and what is wrong with the others. batch: None if there are none."""
 
     indices: list[int]
-    views: Any
+    batch: Any
     problems: list[str]
 
 
-class PreparedImages(torch.utils.data.Dataset):
-    """Makes batches: `stack` of what `prepare` returns for images [C, H, W] as stored."""
-
-    def __init__(
-        self, images: EncodedImages, prepare: Callable[[Tensor], Any], stack: Callable[[list[Any]], Any]
-    ) -> None:
-        self.images = images
-        self.prepare = prepare
-        self.stack = stack
-
-    def __getitems__(self, addresses: Sequence[Address]) -> PreparedBatch:
-        batch = PreparedBatch([], [], [])
-        for _, i in addresses:
-            try:
-                pixels, _ = self.images.load(i)
-            except ImageError as error:
-                storage_error = find_storage_error(self.images)
-                if storage_error is not None:
-                    raise storage_error from error
-                batch.problems.append(str(error))
-                continue
-            batch.indices.append(i)
-            batch.views.append(self.prepare(to_tensor(pixels)))
-        if batch.views:
-            batch = batch._replace(views=self.stack(batch.views))
-        return batch
+def collate_readable(samples: Sequence[Any], collate: Callable[[Sequence[Any]], Any]) -> ReadableBatch:
+    """Collates the samples of `ReadableImages` in a worker. collate: makes the batch."""
+    problems = [sample for sample in samples if isinstance(sample, str)]
+    readable = [sample for sample in samples if not isinstance(sample, str)]
+    indices = [index for _, _, (_, index) in readable]
+    return ReadableBatch(indices, collate(readable) if readable else None, problems)
 
 
-def prepared_batches(
+def readable_batches(
     images: EncodedImages,
+    view: Callable[[Tensor, int, int], Any],
     indices: Sequence[int],
-    prepare: Callable[[Tensor], Any],
     context: EvalContext,
-    progress: Progress,
-    stack: Callable[[list[Any]], Any] = list,
-    batch_bytes: int = 0,
+    collate: Callable[[Sequence[Any]], Any],
+    largest: Size,
 ) -> Iterator[tuple[list[int], Any]]:
-    """Yields the readable images in batches: (indices, `stack` of what `prepare` returns), made by the workers.
+    """Yields (their indices, a batch) of the readable images. Others are named, and left out.
 
-    Others are named, and left out. batch_bytes: of a batch of what `prepare` returns; 0 if unknown.
+    view, collate, largest: see `AddressedDataset` and `evaluation_batches`. largest: (0, 0) if unknown.
     """
-    addresses = []
-    for first in range(0, len(indices), context.batch_size):
-        addresses.append([(0, i) for i in indices[first : first + context.batch_size]])
-    loaded = Loader(
-        PreparedImages(images, prepare, stack),
-        addresses,
-        lambda batch: batch,
-        num_workers=context.num_workers,
-        for_gpu=context.device.type == "cuda",
-        batch_bytes=batch_bytes,
-    )
-    try:
-        for batch in loaded:
-            for problem in batch.problems:
-                progress.fail(problem)
-            if batch.indices:
-                yield batch.indices, batch.views
-            progress.bar.update(len(batch.indices))
-    finally:
-        loaded.close()
+    dataset = ReadableImages(images, view)
+    collate = partial(collate_readable, collate=collate)
+    for batch in evaluation_batches(dataset, indices, context, collate, largest):
+        for problem in batch.problems:
+            name_unreadable(problem)
+        if batch.indices:
+            yield batch.indices, batch.batch
+
+
+def view_of_one(samples: Sequence[Sample]) -> Any:
+    """Collates one sample, to the view of its image."""
+    return samples[0][0]
+
+
+def name_unreadable(problem: str) -> None:
+    """Names an image that cannot be read on stderr."""
+    tqdm.write(f"not predicted: {printable(problem)}", file=sys.stderr)
 
 
 # ------------------------------------------------------------------------------------------------------------ outputs
