@@ -34,8 +34,8 @@ from util.evaluate.evaluator import Evaluator
 from util.evaluate.results import Evaluation, accuracy_text, folder_of_eval
 from util.flag import Flag
 from util.run.cli import Parser
-from util.run.exits import run_program
-from util.run.processes.distributed import join_processes
+from util.run.exits import run_program, user_errors
+from util.run.start.begin import begin
 from util.run.start.flags import (
     DATA_FLAGS,
     FINETUNE_FLAG,
@@ -49,7 +49,6 @@ from util.run.start.flags import (
     eval_split_flag,
     run_flags,
 )
-from util.run.start.folder import own_folder
 from util.run.start.plan import Plan, check_repeats, schedule_by_epochs
 from util.run.start.run import Run
 from util.run.train.bad_images import BadImages
@@ -365,14 +364,14 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         from eval_finetune import evaluate_classifier
 
         folder = folder_of_eval(parser, args, "this program, of MAE or of timm")
-        with join_processes(parser, args) as process, own_folder(folder, PROGRAM) as output_dir:
+        with begin(PROGRAM, parser, args, folder) as (process, output_dir):
             classifier = load(args.resume, "classification")
             return evaluate_classifier(args, given, classifier, process, output_dir)
     largest = 512 if args.trainable_blocks == 0 else 64  # a probe's BatchNorm sees 512 images in MAE's protocol
     with Run.begin(
         PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune", default_batch_size=largest
     ) as run:
-        with run.set_up():  # an error of the user ends the program in one sentence
+        with user_errors(parser):  # an error of the user ends the program in one sentence
             first = read_first(run)
             images, val_images = open_data(args)
             classes = images.classes

@@ -30,7 +30,7 @@ from util.data.pretrain_augment import make_augmentation
 from util.data.transforms import Normalize
 from util.flag import Flag
 from util.run.cli import Parser, early_values
-from util.run.exits import run_program
+from util.run.exits import run_program, user_errors
 from util.run.start.flags import (
     DATA_FLAGS,
     INVALID_FLAGS,
@@ -338,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
     with Run.begin(
         PROGRAM, parser, args, argv, check=check, encoder_flag="pretrained", fitting_batch=fitting_batch(args)
     ) as run:
-        with run.set_up():  # an error of the user ends the program in one sentence
+        with user_errors(parser):  # an error of the user ends the program in one sentence
             first = read_first(run)
             images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
             val_images, notes = monitor.open_queries(args, images)

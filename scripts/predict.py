@@ -45,9 +45,9 @@ from util.flag import Flag
 from util.run.cli import Parser
 from util.run.exits import run_program
 from util.run.files.record import without_marks
-from util.run.processes.distributed import PRECISIONS, Process, join_processes, precision
+from util.run.processes.distributed import PRECISIONS, Process, precision
+from util.run.start.begin import begin
 from util.run.start.flags import all_valid_flag
-from util.run.start.folder import own_folder
 from util.run.start.resume import identify_encoder
 from util.text import count_of
 
@@ -82,12 +82,6 @@ FLAGS = (
     Flag("device", str, "auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda")),
     Flag("precision", str, "auto", "auto: bf16 or fp16 on a GPU, fp32 on a CPU", choices=("auto", *PRECISIONS)),
 )
-
-
-def check_flags(args: argparse.Namespace) -> None:
-    """ValueError if predictions would be found among the images by the next start."""
-    if args.output_dir.resolve().is_relative_to(Path(args.images).resolve()):
-        raise ValueError(f"--output_dir {str(args.output_dir)!r} lies inside the images: choose another place")
 
 
 def open_images(args: argparse.Namespace, settings: Mapping[str, Any]) -> EncodedImages:
@@ -161,7 +155,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Predicts the images that are missing. The exit code is 1 if some cannot be read."""
     parser = Parser(PROGRAM, __doc__, *FLAGS)
     args = parser.parse_args(argv)
-    with join_processes(parser, args, check_flags) as process, own_folder(args.output_dir, PROGRAM):
+    if args.output_dir.resolve().is_relative_to(Path(args.images).resolve()):  # where the next start would find them
+        parser.error(f"--output_dir {str(args.output_dir)!r} lies inside the images: choose another place")
+    with begin(PROGRAM, parser, args, args.output_dir) as (process, _):
         if process.world_size > 1:
             raise ValueError("it runs in one process: start one for each part of the images, with its own --output_dir")
         predictor = make_predictor(args, process)

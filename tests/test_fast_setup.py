@@ -9,7 +9,7 @@ from models_mae_pr import mae_vit_micro_patch4
 from models_vit import vit_micro_patch4
 from tests.runs import finetune, pretrain
 from util.run.processes.distributed import Process
-from util.run.start import run
+from util.run.start import begin
 from util.run.train import wrap
 
 
@@ -23,7 +23,7 @@ def test_ddp_knows_the_graph_unless_passes_go_unreduced(photos, tmp_path, monkey
         raise Built(options)
 
     process = Process(torch.device("cpu"), world_size=2, local_world_size=2)
-    monkeypatch.setattr(run, "init_process", lambda *args, **options: process)
+    monkeypatch.setattr(begin, "init_process", lambda *args, **options: process)
     monkeypatch.setattr(wrap, "DistributedDataParallel", build)
     with pytest.raises(Built) as built:
         main_pretrain.main(pretrain.command(photos, tmp_path / "out", "--accum_iter", accum_iter, "--batch_size", 4))

@@ -22,7 +22,6 @@ from downstream.probe.engine_probe import Probing
 from downstream.probe.models import FrozenEncoder, open_encoder
 from util import collectives
 from util.collectives import print_on_rank0
-from util.data.folders import refuse_inside_data
 from util.data.images import Images, match_splits
 from util.data.open import open_everywhere
 from util.data.statistics import normalizer, statistics_of
@@ -30,12 +29,12 @@ from util.evaluate.knn import TEMPERATURE
 from util.evaluate.results import ResultsFile
 from util.flag import Flag
 from util.run.cli import Parser
-from util.run.exits import run_program
+from util.run.exits import run_program, user_errors
 from util.run.files import record
-from util.run.processes.distributed import PRECISIONS, join_processes, precision
+from util.run.processes.distributed import PRECISIONS, precision
 from util.run.start import plan as plan_module
+from util.run.start.begin import begin
 from util.run.start.flags import DATA_FLAGS, all_valid_flag, eval_split_flag
-from util.run.start.folder import own_folder
 from util.tables import markdown_table
 
 PROGRAM = "main_probe.py"
@@ -109,7 +108,6 @@ def check_flags(args: argparse.Namespace) -> None:
     plan_module.check_flags(args)
     if args.encoder is None and args.timm is None:
         raise ValueError("nothing to evaluate: give a checkpoint, a run's folder, or --timm NAME")
-    refuse_inside_data("--output_dir", args.output_dir, args.dataset, args.data_path)
 
 
 def make_encoder(args: argparse.Namespace) -> FrozenEncoder:
@@ -193,7 +191,9 @@ def results_of(parts: Mapping[str, Any]) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluates the encoder that the flags name."""
     parser, args = parse_args(argv)
-    with join_processes(parser, args, check_flags) as process, own_folder(args.output_dir, PROGRAM):
+    with user_errors(parser):
+        check_flags(args)
+    with begin(PROGRAM, parser, args, args.output_dir) as (process, _):
         encoder = collectives.run_everywhere(lambda: make_encoder(args))
         known = encoder.pixel_settings
         if args.all_valid:

@@ -46,9 +46,9 @@ from util.evaluate.evaluator import Evaluator
 from util.evaluate.results import folder_of_eval
 from util.flag import Flag
 from util.run.cli import Parser
-from util.run.exits import run_program
-from util.run.processes.distributed import Process, join_processes
-from util.run.start.folder import own_folder
+from util.run.exits import run_program, user_errors
+from util.run.processes.distributed import Process
+from util.run.start.begin import begin
 from util.run.start.plan import Plan
 from util.run.start.run import Run
 from util.run.train.bad_images import BadImages
@@ -251,10 +251,10 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
     parser, args = parse_args(argv)
     if args.eval:
         folder = folder_of_eval(parser, args, "this program")
-        with join_processes(parser, args) as process, own_folder(folder, PROGRAM) as output_dir:
+        with begin(PROGRAM, parser, args, folder) as (process, output_dir):
             return evaluate_only(args, set(parser.given), process, output_dir)
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune") as run:
-        with run.set_up():  # an error of the user ends the program in one sentence
+        with user_errors(parser):  # an error of the user ends the program in one sentence
             first = read_first(run)
             classes = read_classes(args.class_names, args.num_classes)
             images = open_split(args, "train")

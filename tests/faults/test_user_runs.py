@@ -18,7 +18,7 @@ from tests.warm import Python
 from util.run import exits
 from util.run.files.checkpoint import list_checkpoints, newest_checkpoint, read_sidecar, step_of
 from util.run.processes import distributed
-from util.run.start import run
+from util.run.start import begin
 
 ROOT = Path(__file__).resolve().parents[2]
 MICRO = ("--model", "mae_vit_micro_patch4", "--picture_every", 0)
@@ -130,7 +130,7 @@ def _no_data(rank, photos, folder):
 
 def _error_of(argv):
     rank = dist.get_rank()
-    run.init_process = lambda *_, **__: distributed.Process(torch.device("cpu"), rank, 2, 2)  # of this child
+    begin.init_process = lambda *_, **__: distributed.Process(torch.device("cpu"), rank, 2, 2)  # of this child
     messages = []
 
     def refuse(parser, error, *_):
@@ -138,7 +138,7 @@ def _error_of(argv):
         sys.exit(2)
 
     exits.refuse = refuse
-    distributed.shut_down = lambda **_: None
+    begin.shut_down = lambda: None
     main_pretrain.train_one_epoch = lambda *_: sys.exit(0)
     with pytest.raises(SystemExit):
         main_pretrain.main(argv)

@@ -14,13 +14,12 @@ import sys
 from util.evaluate.results import ResultsFile
 from util.flag import Flag
 from util.run.cli import Parser
-from util.run.processes.distributed import join_processes
-from util.run.start.folder import own_folder
+from util.run.start.begin import begin
 from pathlib import Path
 
 parser = Parser("program.py", "", Flag("device", str, "cpu"))
 folder = Path(sys.argv[1])
-with join_processes(parser, parser.parse_args([])), own_folder(folder, parser.prog):
+with begin(parser.prog, parser, parser.parse_args([]), folder):
     results = ResultsFile(folder / "results.json", "a.pth", "0", {{}}, lambda parts: {{}})
     results.add("first", 1.0)
     {end}

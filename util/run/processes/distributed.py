@@ -1,13 +1,12 @@
 """The processes of a run, their device, and the precision they compute in."""
 
-import argparse
 import os
 import re
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -17,14 +16,13 @@ import torch
 import torch.distributed as dist
 
 from util import collectives
-from util.code_version import source_hash
-from util.run.cli import Parser
-from util.run.exits import user_errors
 from util.run.processes.supervise import Watchdog, print_error
 from util.text import count_of
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NOTICE = 10.0  # seconds after which a process says that it waits for the others
+# Of a collective: the others wait while rank 0 counts up to four million files. In a training the watchdog comes first.
+TIMEOUT = timedelta(hours=4)
 
 
 @dataclass(frozen=True)
@@ -48,11 +46,11 @@ class Process:
         return self.is_main or self.local_rank > 0
 
 
-def init_process(device: str = "auto", timeout_minutes: float = 30, join_timeout: float = 600) -> Process:
+def init_process(device: str = "auto", join_timeout: float = 600) -> Process:
     """Joins the process group that the environment of torchrun or srun describes (nccl on GPUs, else gloo).
 
-    Without such an environment the run is this one process. timeout_minutes: of each collective. join_timeout: if the
-    others have not joined after so many seconds, the process ends with exit code 75.
+    Without such an environment the run is this one process. join_timeout: if the others have not joined after so many
+    seconds, the process ends with exit code 75.
 
     Raises ValueError if the environment is incomplete, or if the device does not exist. OSError if the GPUs of a SLURM
     job are not there, which another node may have.
@@ -99,7 +97,7 @@ def init_process(device: str = "auto", timeout_minutes: float = 30, join_timeout
     try:
         with Watchdog(join_timeout, join_timeout, rank) as watchdog:
             watchdog.heartbeat(waiting)
-            join_group(process, timeout_minutes, port_is_given)
+            join_group(process, port_is_given)
     finally:
         timer.cancel()
     return process
@@ -158,15 +156,14 @@ class DeviceCopies:
         return copied
 
 
-def join_group(process: Process, timeout_minutes: float, port_is_given: bool) -> None:
+def join_group(process: Process, port_is_given: bool) -> None:
     """Connects all processes.
 
     If their store cannot be reached, raises ValueError if the user has chosen the port. Otherwise OSError, since the
     next start uses another port.
     """
-    timeout = timedelta(minutes=timeout_minutes)
     try:
-        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        store, *_ = next(dist.rendezvous("env://", timeout=TIMEOUT))
     except dist.DistNetworkError as error:
         if process.is_main and port_is_given:
             raise ValueError(f"MASTER_PORT cannot be used, unset it or choose another: {error}") from error
@@ -185,7 +182,7 @@ def join_group(process: Process, timeout_minutes: float, port_is_given: bool) ->
         backend = "nccl"
         gpu = process.device  # NCCL connects now, and not with the first collective
     dist.init_process_group(
-        backend, store=store, rank=process.rank, world_size=process.world_size, timeout=timeout, device_id=gpu
+        backend, store=store, rank=process.rank, world_size=process.world_size, timeout=TIMEOUT, device_id=gpu
     )
     dist.all_reduce(torch.zeros(1, device=process.device))
 
@@ -247,56 +244,11 @@ def tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def shut_down(after_error: bool = False) -> None:
-    """Leaves the process group, if there is one.
-
-    after_error: of this process, maybe not of the others. To leave an NCCL group would then wait for them, so the group
-    is left as it is, see `util.run.exits.run_program`.
-    """
+def shut_down() -> None:
+    """Leaves the process group, if there is one. To leave that of NCCL waits for the other processes."""
     collectives.wait_for_threads()
-    if dist.is_initialized() and not (after_error and dist.get_backend() == "nccl"):
+    if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@contextmanager
-def exit_on_errors(parser: Parser) -> Iterator[None]:
-    """Errors of the user inside end the program with one paragraph and an exit code. It leaves its process group."""
-    try:
-        with user_errors(parser):
-            yield
-    except SystemExit:
-        shut_down(after_error=True)
-        raise
-
-
-@contextmanager
-def join_processes(
-    parser: Parser, args: argparse.Namespace, check: Callable[[argparse.Namespace], None] | None = None
-) -> Iterator[Process]:
-    """Joins the process group of a program that does not train, in which errors of the user end it.
-
-    ValueError on all ranks if they were started with other flags, code or torch. check: refuses flags of the program
-    before its folder is touched.
-    """
-    with exit_on_errors(parser):
-        # The other ranks wait while rank 0 counts up to four million files.
-        process = init_process(args.device, timeout_minutes=240)
-        refuse_different_starts(parser, args)
-        if check is not None:
-            check(args)
-        yield process
-    shut_down()
-
-
-def refuse_different_starts(parser: Parser, args: argparse.Namespace) -> None:
-    """ValueError on all ranks if code, torch or flags differ between them, apart from flags of a process."""
-    compared = {}
-    for name, value in vars(args).items():
-        if name not in parser.flags or not parser.flags[name].per_process:
-            compared[f"--{name}"] = value
-    compared["code"] = source_hash()
-    compared["torch"] = torch.__version__
-    collectives.refuse_differences(compared, "flags and code")
 
 
 class Precision(NamedTuple):

@@ -186,11 +186,6 @@ def first_timeout(dist_timeout: float, compiles: bool) -> float:
     return dist_timeout
 
 
-def collective_timeout(dist_timeout: float, compiles: bool) -> float:
-    """Returns the minutes after which a collective fails: the watchdog, which says what it waits for, comes first."""
-    return max(SETUP_TIMEOUT, first_timeout(dist_timeout, compiles)) / 60 + 5
-
-
 class Watchdog(threading.Thread):
     """Context manager: ends this process if it takes longer than agreed from one `heartbeat` to the next.
 

@@ -2,8 +2,11 @@
 
 import argparse
 import math
+import shlex
+import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +16,7 @@ import torch
 from torch import nn
 
 from util import collectives
+from util.code_version import code_version
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import Images
 from util.data.loader import Loader
@@ -20,16 +24,12 @@ from util.data.open import data_settings
 from util.data.pixel_format import RGB8, declares_invalid
 from util.data.statistics import IMAGENET, Statistics, find_statistics, keep_colors, refuse_other_format, statistics_of
 from util.run.cli import Parser
+from util.run.exits import user_errors
 from util.run.files.json_files import record_failure
 from util.run.files.record import CheckpointInfo, DataInfo, EncoderSource, RunInfo, StartInfo
-from util.run.processes.distributed import Process, exit_on_errors, init_process, refuse_different_starts
-from util.run.processes.supervise import Watchdog, collective_timeout, first_timeout
-from util.run.start.folder import (
-    check_space,
-    checkpoint_bytes,
-    describe_start,
-    enter_folder,
-)
+from util.run.processes.distributed import Process
+from util.run.processes.supervise import Watchdog, first_timeout
+from util.run.start.begin import begin, check_space, checkpoint_bytes, refuse_separate_folders, remove_leftovers
 from util.run.start.plan import Plan, RunSchedule, make_plan
 from util.run.start.resume import (
     find_changes,
@@ -40,6 +40,7 @@ from util.run.start.resume import (
     refuse_changes,
     restore,
 )
+from util.urls import redact
 
 
 @dataclass
@@ -79,50 +80,44 @@ class Run:
         default_batch_size: int = 64,
         fitting_batch: Callable[[int, str], int] | None = None,
     ) -> Iterator["Run"]:
-        """Joins the processes, checks the flags, takes the folder and finds out what to resume.
+        """Begins a program that trains, see `begin`: checks its flags and finds out what to resume. The watchdog looks.
 
-        Inside this context the folder is locked, and the watchdog looks.
-
-        check: refuses the program's own flags before the folder is touched. default_batch_size, fitting_batch: see
-        `make_plan`.
+        check: refuses the program's own flags. default_batch_size, fitting_batch: see `make_plan`.
         """
-        minutes = collective_timeout(args.dist_timeout, args.compile)
-        patience = first_timeout(args.dist_timeout, args.compile)
-        with ExitStack() as stack:
-            with exit_on_errors(parser):
-                process = init_process(args.device, minutes, join_timeout=max(60, args.dist_timeout))
-                refuse_different_starts(parser, args)
-                record = partial(record_failure, Path(args.output_dir))
-                watchdog = stack.enter_context(Watchdog(args.dist_timeout, patience, process.rank, record))
-                watchdog.set_up("output folder")
-                plan = make_plan(args, process, default_batch_size, fitting_batch)
-                check(args, plan)
-                output_dir, notes = enter_folder(args, stack)
-                # Rank 0 chooses, so that all ranks resume from the same file.
-                resume_path, remarks = collectives.run_on_rank0(lambda: find_checkpoint(output_dir, args.resume))
-                origin = describe_start(program, argv)
-                resumed = read_resumed(resume_path, program, plan.total_batch_size)
-                first_weights, weights_notes = find_first_weights(getattr(args, encoder_flag), encoder_flag, resumed)
-                watchdog.set_up("images")
-            yield cls(
-                parser=parser,
-                args=args,
-                program=program,
-                process=process,
-                plan=plan,
-                output_dir=output_dir,
-                resume_path=resume_path,
-                origin=origin,
-                watchdog=watchdog,
-                resumed=resumed,
-                encoder_flag=encoder_flag,
-                first_weights=first_weights,
-                notes=[*notes, *remarks, *weights_notes],
-            )
-
-    def set_up(self) -> AbstractContextManager[None]:
-        """Context in which errors of the user end the program with one paragraph and an exit code."""
-        return exit_on_errors(self.parser)
+        with begin(program, parser, args, args.output_dir, trains=True) as (process, output_dir):
+            assert output_dir is not None
+            record = partial(record_failure, output_dir)
+            patience = first_timeout(args.dist_timeout, args.compile)
+            with Watchdog(args.dist_timeout, patience, process.rank, record) as watchdog:
+                with user_errors(parser):
+                    watchdog.set_up("output folder")
+                    plan = make_plan(args, process, default_batch_size, fitting_batch)
+                    check(args, plan)
+                    refuse_separate_folders(output_dir)
+                    if not args.check_data:  # which leaves the folder as it is
+                        collectives.run_on_rank0(lambda: remove_leftovers(output_dir))
+                    # Rank 0 chooses, so that all ranks resume from the same file.
+                    resume_path, remarks = collectives.run_on_rank0(lambda: find_checkpoint(output_dir, args.resume))
+                    origin = describe_start(program, argv)
+                    resumed = read_resumed(resume_path, program, plan.total_batch_size)
+                    path = getattr(args, encoder_flag)
+                    first_weights, weights_notes = find_first_weights(path, encoder_flag, resumed)
+                    watchdog.set_up("images")
+                yield cls(
+                    parser=parser,
+                    args=args,
+                    program=program,
+                    process=process,
+                    plan=plan,
+                    output_dir=output_dir,
+                    resume_path=resume_path,
+                    origin=origin,
+                    watchdog=watchdog,
+                    resumed=resumed,
+                    encoder_flag=encoder_flag,
+                    first_weights=first_weights,
+                    notes=[*remarks, *weights_notes],
+                )
 
     @property
     def began_elsewhere(self) -> bool:
@@ -314,3 +309,10 @@ class Run:
 def describe_data(images: Any) -> DataInfo:
     """Returns what checkpoints say about a data set."""
     return DataInfo(len(images), images.fingerprint())
+
+
+def describe_start(program: str, argv: Sequence[str] | None) -> StartInfo:
+    """Returns code, command line and hosts of this start. All ranks must call it. argv: None for this program's."""
+    words = [redact(word) for word in (sys.argv[1:] if argv is None else argv)]
+    hosts = sorted(set(collectives.gather_objects(socket.gethostname())))
+    return StartInfo(collectives.run_on_rank0(code_version), shlex.join([program, *words]), hosts)

@@ -17,8 +17,8 @@ from util.data.transforms import Normalize
 from util.run.files import checkpoint
 from util.run.files.checkpoint import list_finished, save_checkpoint, step_of
 from util.run.processes.distributed import Process
-from util.run.start import folder as folder_module
-from util.run.start.folder import check_space, checkpoint_bytes
+from util.run.start import begin as begin_module
+from util.run.start.begin import check_space, checkpoint_bytes
 from util.run.train import saving
 from util.run.train.loop import TrainLoop
 from util.run.train.saving import CheckpointSaver, HostCopies
@@ -261,7 +261,7 @@ def test_a_write_that_hangs_is_waited_for_at_the_next_report(tmp_path, gate, mon
 )
 def test_a_disk_without_space_for_the_checkpoints(tmp_path, monkeypatch, continues, free_mb, fits):
     usage = Namespace(free=free_mb * 1e6)
-    monkeypatch.replace_in(folder_module, "shutil.disk_usage", lambda path: usage)
+    monkeypatch.replace_in(begin_module, "shutil.disk_usage", lambda path: usage)
     if fits:
         check_space(tmp_path, 1_000_000, continues)
         return
