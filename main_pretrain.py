@@ -299,13 +299,11 @@ def check_capture(args: argparse.Namespace, plan: Plan, model: Framework) -> Non
         (plan.precision != "fp16", f"--precision bf16 or fp32, and it is {plan.precision}"),
         (args.sampling != "attention", "a model that does not change: leave out --sampling attention"),
         (not args.recompute and not args.recompute_pointwise, "a step without recomputation: leave out --recompute"),
+        (not model.shared_visible, f"batches of one shape, which those of --model {args.model} are not"),
     ]
     for is_met, need in needs:
         if not is_met:
             raise ValueError(f"--cuda_graph needs {need}")
-    blank = [(torch.zeros(1, dtype=torch.uint8), 0, (0, 0))]  # of integers no pixel is invalid
-    if len(model.collator(args.sampling, args.seed).examples(blank)) > 1:
-        raise ValueError(f"--cuda_graph needs batches of one shape, which those of --model {args.model} are not")
 
 
 def fitting_batch(args: argparse.Namespace) -> Callable[[int, str], int] | None:

@@ -592,7 +592,3 @@ class MaskCollator:
         if self.shared_visible:
             return self.sampler.visible_tokens(noise[:1])
         return None
-
-    def examples(self, samples: Sequence[tuple]) -> list[tuple[Tensor, ...]]:
-        """Returns a batch of each combination of shapes that batches of this size can have, to compile for."""
-        return [self(samples)]

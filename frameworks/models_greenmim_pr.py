@@ -33,8 +33,7 @@ DECODER_ORDERS = ("true", "reference")
 DECODER_ORDER = Flag(
     "decoder_order",
     help="where the decoder places the visible units. true: at their own positions; reference: as the release's code, "
-    "which "
-    "takes their raster order for the order of the mask's noise (default: true)",
+    "which takes their raster order for the order of the mask's noise (default: true)",
     choices=DECODER_ORDERS,
 )
 
@@ -58,22 +57,9 @@ class GroupCollator:
 
     def __call__(self, samples: Iterable[tuple]) -> tuple[Tensor, ...]:
         batch = self.collate(samples)
-        groupings = self.grouper(self.share_units(batch))
-        return (*batch, *groupings)
-
-    def examples(self, samples: Sequence[tuple]) -> list[tuple[Tensor, ...]]:
-        """Returns a batch of each combination of shapes that batches of this size can have, to compile for."""
-        batch = self.collate(samples)
-        shapes = self.grouper.shapes(self.share_units(batch))
-        if not shapes:
-            return [batch]
-        return [(*batch, *groupings) for groupings in shapes]
-
-    def share_units(self, batch: tuple[Tensor, ...]) -> Tensor:
-        """Gives the visible units, which all images share, the first image's order. Returns their raster ids [V]."""
         ids_visible = batch[2][:, : self.collate.sampler.counts.num_visible]
-        ids_visible[:] = ids_visible[:1].clone()
-        return ids_visible[0]
+        ids_visible[:] = ids_visible[:1].clone()  # the same units, now in the first image's order, too
+        return (*batch, *self.grouper(ids_visible[0]))
 
 
 class GreenMIMSwin(PixelFramework, SwinEncoder):

@@ -100,9 +100,8 @@ class WindowGrouper:
             rng = np.random.default_rng(0)
             for _ in range(samples):
                 shuffled = rng.permutation(math.prod(unit_grid))
-                units = np.sort(shuffled[:num_visible])
-                self.sample = torch.from_numpy(units)
-                groupings = self.group(self.sample, self.capacities)
+                units = torch.from_numpy(shuffled[:num_visible])
+                groupings = self.group(units, self.capacities)
                 self.capacities = [len(grouping) for grouping in groupings]  # at least the former capacities
 
     def __call__(self, units: Tensor) -> list[Tensor]:
@@ -110,12 +109,6 @@ class WindowGrouper:
         if [len(grouping) for grouping in groupings] == self.capacities:
             return groupings
         return self.group(units, self.ceilings)
-
-    def shapes(self, units: Tensor) -> list[list[Tensor]]:
-        """Returns groupings of each possible shape, to compile for. Those of the smaller shape are of another mask."""
-        if not self.stages:
-            return []
-        return [self.group(self.sample, self.capacities), self.group(units, self.ceilings)]
 
     def group(self, units: Tensor, capacities: Sequence[int]) -> list[Tensor]:
         """Returns a grouping for each stage and shift, padded to at least `capacities` groups."""
