@@ -136,18 +136,6 @@ def from_transformers(weights: Tensors) -> Tensors:
 
 # ------------------------------------------------------------------------------------------------------------ origins
 
-_PLAIN_BLOCK = r"blocks\.\d+\.(?:norm[12]|attn\.qkv|attn\.proj|mlp\.fc[12])\.(?:weight|bias)"
-_PUBLISHED_TEC = re.compile(rf"cls_token|pos_embed|patch_embed\.proj\.(?:weight|bias)|{_PLAIN_BLOCK}")
-
-
-def is_published_tec(names: Iterable[str]) -> bool:
-    """Returns whether these are the keys of TEC's published encoders: those of a plain ViT without a final norm.
-
-    The MLP on the class token is folded into the token there.
-    """
-    keys = set(names)
-    return {"cls_token", "pos_embed"} <= keys and all(_PUBLISHED_TEC.fullmatch(key) for key in keys)
-
 
 def _begins(*prefixes: str) -> Callable[[Iterable[str]], bool]:
     return lambda names: any(name.startswith(prefixes) for name in names)

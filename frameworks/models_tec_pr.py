@@ -6,20 +6,16 @@ predicts the teacher's features, the other predicts rows of the teacher's last a
 decoders, which throw the same tokens.
 """
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from timm.layers import Mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from encoders.names import constant_mlp, is_published_tec
-from encoders.strict import load_strict
-from framework import Framework, weights_in
+from framework import Framework
 from frameworks.teacher import Teacher, attention_logits, open_teacher
 from frameworks.views import View
 from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, init_weights
@@ -43,17 +39,22 @@ FLAGS = (
     Flag(
         "teacher",
         help="the pre-trained ViT whose outputs are predicted: a checkpoint (this project's, or a release of iBOT, "
-        "DINO "
-        "or MAE), the folder of a run, or the name of a timm model",
+        "DINO or MAE), the folder of a run, or the name of a timm model",
         names_file=True,
         per_process=True,
         changes="nothing",  # the path, while checkpoints record what is in the file
     ),
-    Flag("att_topk", int, help="number of patches whose attention is predicted (default: 9, for iBOT; use 15 for MAE)"),
+    Flag(
+        "att_topk",
+        int,
+        help="number of patches whose attention is predicted (default: 9, for iBOT; use 15 for MAE)",
+        at_least=1,
+    ),
     Flag(
         "att_tau",
         float,
         help="temperature of the attention target (default: 1.0, for iBOT; use 1.8 for MAE, 1.4 for MAE's ViT-L)",
+        above=0,
     ),
 )
 
@@ -131,10 +132,6 @@ class TECViT(Framework, ViTEncoder):
         self.num_keys = self.counts.num_kept
         if self.method.progressive:
             self.num_keys = self.num_tokens
-        if not 1 <= att_topk <= self.num_keys or att_tau <= 0:
-            raise ValueError(
-                f"att_topk must be from 1 to {self.num_keys} and att_tau above 0, got {att_topk} and {att_tau}"
-            )
         self.decoder_fea = ProgressiveDecoder(
             self.grid_size,
             embed_dim,
@@ -346,29 +343,6 @@ class TECViT(Framework, ViTEncoder):
             else:
                 renamed[name] = value
         return renamed
-
-    def load_official(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a checkpoint of TEC's pre-training, see `Framework.load_official`, or one of TEC's published files.
-
-        The latter hold the encoder alone, with the MLP folded into the class token: this model's MLP then begins as a
-        constant map to this token, its norm gets weight 1 and bias 0, and a warning says that adapter and decoders keep
-        their values.
-        """
-        weights = weights_in(state_dict)
-        if not is_published_tec(weights):
-            super().load_official(weights)
-            return
-        in_file = ("cls_token", "pos_embed", "patch_embed.", "blocks.")
-        completed = {**weights, **constant_mlp(weights["cls_token"], self.state_dict())}
-        for name, value in self.state_dict().items():
-            if not name.startswith(in_file):
-                completed[name] = value
-        load_strict(self, completed, "TEC weights")
-        self.norm.reset_parameters()
-        warnings.warn(
-            "TEC weights: the MLP is folded into the class token; adapter and decoders are not in the file",
-            stacklevel=2,
-        )
 
 
 class EncoderAdaptor(nn.Module):

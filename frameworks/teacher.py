@@ -16,7 +16,6 @@ from prmim import TokenOrder
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from util.run.files import checkpoint
 from util.run.files.record import CheckpointInfo
-from util.text import close_to
 
 
 class Teacher(ViTEncoder):
@@ -42,8 +41,6 @@ class Teacher(ViTEncoder):
     ) -> None:
         super().__init__(**sizes)
         self.num_heads: int = self.blocks[0].attn.num_heads
-        if len(self.blocks) < 2:
-            raise ValueError("a teacher needs two blocks: its features are the mean of the outputs of the last two")
         self.norm = nn.Identity()
         self.requires_grad_(False).eval()
         self.source = source
@@ -140,51 +137,25 @@ def open_teacher(source: str | Path, img_size: tuple[int, int], patch_size: int)
     """Builds the teacher with the weights at `source`, for images of `img_size` (height, width) and the patch size.
 
     source: what `encoders.load.read` reads, or the name of a timm model, whose pre-trained weights timm downloads.
-    Position tables of another grid are resized.
+    Position tables of another grid are resized. The teacher's images have the statistics that its file or timm's
+    configuration says; by default those of RGB are ImageNet's.
 
-    Raises ValueError if `source` does not exist, is no plain ViT of a known size, or has patches of another size.
+    Raises ValueError if `source` is neither, is no plain ViT of a known size, or has patches of another size.
     """
     source = str(source)
     if Path(source).exists():
-        return _open_checkpoint(source, img_size, patch_size)
-    if timm.is_model(source):
-        return _open_timm_model(source, img_size, patch_size)
-    near = close_to(source, timm.list_models("vit_*", pretrained=True))
-    raise ValueError(f"teacher {source!r} is neither a file nor the name of a timm model{near}")
-
-
-def _open_checkpoint(source: str, img_size: tuple[int, int], patch_size: int) -> Teacher:
-    weights = read(source)
-    path = Path(weights.path)
-    name = str(path.parent.resolve() / path.name)
-    return _build_teacher(weights, weights.settings, name, checkpoint.recorded_sha256(path), img_size, patch_size)
-
-
-def _open_timm_model(name: str, img_size: tuple[int, int], patch_size: int) -> Teacher:
-    try:
-        theirs = timm.create_model(name, pretrained=True, img_size=img_size).eval()
-    except Exception as error:  # many types: no weights, no network, another kind of network
-        raise ValueError(
-            f"teacher {name!r}: timm could not make it, with its weights, for images of {img_size} px: {error}"
-        ) from error
-    if not isinstance(theirs, timm.models.VisionTransformer):
-        raise ValueError(f"teacher {name!r} is a {type(theirs).__name__}; a teacher must be a plain ViT")
-    settings = {"num_heads": theirs.blocks[0].attn.num_heads}
-    weights = interpret(name, theirs.state_dict(), CheckpointInfo(settings))
-    return _build_teacher(weights, theirs.pretrained_cfg, name, name, img_size, patch_size)
-
-
-def _build_teacher(
-    weights: Weights,
-    pixels: Mapping[str, Any],
-    source: str,
-    fingerprint: str,
-    img_size: tuple[int, int],
-    patch_size: int,
-) -> Teacher:
-    """pixels: `mean` and `std` of the teacher's images; by default those of RGB are ImageNet's."""
+        weights = read(source)
+        path = Path(weights.path)
+        source = str(path.parent.resolve() / path.name)
+        fingerprint = checkpoint.recorded_sha256(path)
+        pixels = weights.settings
+    else:
+        theirs = open_timm_model(source, img_size)
+        heads = {"num_heads": theirs.blocks[0].attn.num_heads}
+        weights = interpret(source, theirs.state_dict(), CheckpointInfo(heads))
+        fingerprint = source
+        pixels = theirs.pretrained_cfg
     label = f"teacher {weights.what}"
-    weights.refuse_dense()
     if weights.kind is not PLAIN:
         raise ValueError(f"{label} is {weights.kind.name}; a teacher must be a plain ViT")
     sizes = weights.sizes
@@ -201,3 +172,17 @@ def _build_teacher(
         statistics = (IMAGENET_MEAN, IMAGENET_STD)
     with torch.random.fork_rng(devices=[]):  # the student's first weights must not depend on the teacher's size
         return Teacher({**sizes, "img_size": img_size}, weights, source, fingerprint, statistics)
+
+
+def open_timm_model(name: str, img_size: tuple[int, int]) -> Any:
+    """Returns timm's pre-trained `VisionTransformer` of this name."""
+    try:
+        model = timm.create_model(name, pretrained=True, img_size=img_size).eval()
+    except Exception as error:  # many types: no such model, no weights, no network, another kind of network
+        raise ValueError(
+            f"teacher {name!r} is no file, and timm could not make a model of this name, with weights, for images of "
+            f"{img_size} px: {error}"
+        ) from error
+    if not isinstance(model, timm.models.VisionTransformer):
+        raise ValueError(f"teacher {name!r} is a {type(model).__name__}; a teacher must be a plain ViT")
+    return model
