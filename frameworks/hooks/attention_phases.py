@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from framework import Framework
 from frameworks.models_amt_pr import AMTMasking, AMTOrderSampler
@@ -25,7 +24,7 @@ from models_vit import ViTEncoder
 from prmim import TokenOrderSampler
 from util.atomic import replaced_file
 from util.attention import split_heads
-from util.collectives import all_reduce_sum, rank_and_world_size, run_everywhere, run_on_rank0
+from util.collectives import all_reduce_sum, gather_rows, rank_and_world_size, run_on_rank0
 from util.data.attention_maps import CROPS, AttentionMaps, BoxedDataset, Squash, maps_path, write_maps
 from util.data.datasets import AddressedDataset, StepBatchSampler, stack
 from util.data.loader import Loader
@@ -148,7 +147,7 @@ def compute_maps(
             imgs = next(batches)[0].to(device, non_blocking=True)
             with loop.autocast():
                 attention = cls_attention(model, loop.normalize(imgs))
-            gathered = gather_on_rank0(mean_over_heads(attention).half())
+            gathered = gather_rows(mean_over_heads(attention).half())
             bad += (~attention.isfinite()).sum()
             if maps is not None:
                 maps[:, first : first + len(imgs)] = gathered.view(world_size, len(imgs), rows, columns).cpu().numpy()
@@ -158,19 +157,6 @@ def compute_maps(
     if maps is None:
         return None
     return maps.reshape(-1, rows, columns)[: len(dataset)]
-
-
-def gather_on_rank0(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensors of all ranks, one after another, on rank 0. Other ranks get their own."""
-    if not dist.is_initialized():
-        return tensor
-    rank, world_size = rank_and_world_size()
-    if rank > 0:
-        dist.gather(tensor.contiguous())
-        return tensor
-    everyone = [torch.empty_like(tensor) for _ in range(world_size)]
-    dist.gather(tensor.contiguous(), everyone)
-    return torch.cat(everyone)
 
 
 class AttentionCollator(ValidTokenCollator):
@@ -207,8 +193,8 @@ class Phases:
     """Between steps, makes the maps of each phase of a run that samples by attention. Then the loader opens anew.
 
     When a run is resumed inside a phase, it uses the maps beside the checkpoint that it resumes from. If that is in
-    another folder, they are copied into the output folder first. ValueError if they belong to another run. At the first
-    step of a phase the maps are always made, so a file that an earlier run has left there is never used.
+    another folder, they are copied into the output folder first. At the first step of a phase the maps are always made,
+    so a file that an earlier run has left there is never used.
     """
 
     loop: TrainLoop
@@ -258,13 +244,10 @@ class Phases:
         # Groups of --repeat_aug end with the phase: all crops of an image are drawn with the same maps.
         sampler = self.sampler.with_epochs(range(first_epoch, last_epoch + 1))
 
-        covered = f"epoch {epoch}"
-        if last_epoch > epoch:
-            covered = f"epochs {epoch} to {last_epoch}"
         drawn = "at random"
         if maps is not None:
             drawn = f"by the attention after epoch {refresh}"
-        loop.log.info(f"{covered}: tokens are drawn {drawn}, {self.model.counts}")
+        loop.log.info(f"epochs {epoch} to {last_epoch}: tokens are drawn {drawn}, {self.model.counts}")
 
         def open_phase(steps: range) -> Loader:
             steps_of_phase = range(steps.start, min(self.open_until, steps.stop))
@@ -301,7 +284,6 @@ class Phases:
 
         if not run_on_rank0(look):
             return None
-        run_everywhere(lambda: maps.check(len(self.images), self.model.grid_size))
         return maps
 
     def make_maps(self, refresh: int) -> AttentionMaps:

@@ -1,12 +1,13 @@
 """Maps of a model's attention, one per training image, and the weights of a view's tokens that follow from them.
 
 A file holds the maps of all images, float16 [M, rows, columns] in [0, 1], as numpy's .npy. Its grid is that of the
-model's tokens over the whole image. Workers map the file into memory and read the rows of their images.
+model's tokens over the whole image. Workers map the file into memory, and read the maps of a batch.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -78,6 +79,7 @@ class BoxedDataset(AddressedDataset):
         return *super()._view(index_read, pixels, label, address), (index_read, box)
 
 
+@dataclass(frozen=True)
 class AttentionMaps:
     """The maps in a file, as token weights of views.
 
@@ -85,39 +87,11 @@ class AttentionMaps:
     crop: "view" reads the part of a map that the view shows. "released" reads what AMT's public code reads: the 2 x 2
         cells in the upper left corner of the map for almost every view, because its offsets lack the factor from
         fractions of the image to cells. A third row or column is read if the view reaches that end of the image.
-
-    The file is opened at the first use, and again in each process to which this object is sent.
     """
 
-    def __init__(self, path: str | Path, patch_size: int, crop: str = "view") -> None:
-        if crop not in CROPS:
-            raise ValueError(f"unknown crop {crop!r} of attention maps, choose from {', '.join(CROPS)}")
-        self.path = Path(path)
-        self.patch_size = patch_size
-        self.crop = crop
-        self._maps: np.ndarray | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_maps": None}
-
-    @property
-    def maps(self) -> np.ndarray:
-        """All maps, float16 [M, rows, columns], read-only."""
-        if self._maps is None:
-            self._maps = np.load(self.path, mmap_mode="r")
-        return self._maps
-
-    def check(self, num_images: int, grid_size: tuple[int, int]) -> None:
-        """Raises ValueError unless the file holds maps of `grid_size` for `num_images` images."""
-        expected = (num_images, *grid_size)
-        try:
-            shape = self.maps.shape
-            dtype = str(self.maps.dtype)
-        except (ValueError, EOFError) as error:
-            raise ValueError(f"{str(self.path)!r} holds no attention maps ({error}); remove it") from error
-        if shape != expected or dtype != "float16":
-            contents = f"attention maps {list(shape)} in {dtype}, but this run needs {list(expected)} in float16"
-            raise ValueError(f"{str(self.path)!r} holds {contents}: remove it")
+    path: Path
+    patch_size: int
+    crop: str = "view"
 
     def token_weights(self, boxes: Sequence[tuple[int, CropBox]]) -> np.ndarray:
         """Returns the weights of the tokens of crops, float32 [B, N], for pairs of an image's index and its box.
@@ -126,7 +100,8 @@ class AttentionMaps:
         weight of a token is the mean over its pixels. Along each axis that is a small matrix.
         """
         indices, crops = zip(*boxes, strict=True)
-        maps = self.maps[list(indices)].astype(np.float32)  # [B, rows, columns]
+        all_maps = np.load(self.path, mmap_mode="r")
+        maps = all_maps[list(indices)].astype(np.float32)  # [B, rows, columns]
         num_images, num_rows, num_columns = maps.shape
         top, left, height, width, flip = np.array(crops, np.float64).T
         rows = self._axis_matrices(top, height, num_rows)

@@ -234,8 +234,8 @@ def test_amt_masks_at_random_until_there_are_maps(photos, tmp_path, monkeypatch,
     for ids, count in zip(taken, counts, strict=True):
         assert (ids[:, : count.num_visible].diff(dim=1) > 0).all()
     out = capsys.readouterr().out
-    assert "epoch 0: tokens are drawn at random, 16 visible + 48 retained + 0 thrown" in out
-    assert "epoch 3: tokens are drawn by the attention after epoch 2, 10 visible + 28 retained" in out
+    assert "epochs 0 to 0: tokens are drawn at random, 16 visible + 48 retained + 0 thrown" in out
+    assert "epochs 3 to 3: tokens are drawn by the attention after epoch 2, 10 visible + 28 retained" in out
 
 
 REPEATED = [*FLAGS, "--repeat_aug", 4]  # epoch 0, epochs 1 and 2, epoch 3: groups end with their phase

@@ -145,16 +145,3 @@ def test_squash_shows_the_whole_image(tmp_path):
     assert small[0, 12, 24] == 255
     assert small[0, 3, 24] == 0
     assert small[0, 12, 7] == 0
-
-
-def test_maps_of_another_run_are_refused(tmp_path):
-    path = written(tmp_path, np.zeros((5, 8, 8)))
-    AttentionMaps(path, 4).check(5, (8, 8))
-    for num_images, num_columns in ((6, 8), (5, 9)):
-        with pytest.raises(ValueError, match=r"holds attention maps \[5, 8, 8\] in float16, but this run needs"):
-            AttentionMaps(path, 4).check(num_images, (8, num_columns))
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ValueError, match="holds no attention maps .*; remove it"):
-        AttentionMaps(path, 4).check(5, (8, 8))
-    with pytest.raises(ValueError, match="unknown crop 'whole' of attention maps, choose from view, released"):
-        AttentionMaps(path, 4, "whole")
