@@ -79,8 +79,6 @@ class Framework(nn.Module):
         """Returns how many tokens are visible, retained and thrown. `throw_ratio` is a share of all tokens."""
         rows, columns = self.grid_size
         side = self.mask_unit
-        if side < 1 or rows % side or columns % side:
-            raise ValueError(f"mask_unit must divide the grid of {rows} x {columns} tokens, got {side}")
         num_units = rows * columns // side**2
         num_visible = self.count_visible_units(num_units) * side**2
         return TokenCounts.from_ratios(rows * columns, self.method.mask_ratio, self.method.throw_ratio, num_visible)
@@ -89,17 +87,12 @@ class Framework(nn.Module):
         """Returns how many of the units are visible: rounded down, as in MAE."""
         return count_visible(num_units, self.method.mask_ratio)
 
-    @property
-    def aggregates(self) -> bool:
-        """Whether an aggregation reconstructs thrown tokens."""
-        return self.method.progressive and self.counts.num_thrown > 0
-
     def make_aggregation(self, dim: int) -> SpatialAggregation | None:
         """Returns what reconstructs the thrown tokens from features of width `dim`, or None if nothing does.
 
         Its first weights are drawn aside: a seed gives every arm of an ablation the same other weights.
         """
-        if not self.aggregates:
+        if not self.method.progressive or self.counts.num_thrown == 0:
             return None
         with torch.random.fork_rng(devices=[]):
             return self.new_aggregation(dim)
@@ -296,27 +289,13 @@ def weights_in(content: Mapping[str, Any]) -> dict[str, Tensor]:
     return dict(content.get("model", content.get("state_dict", content)))
 
 
-def decoder_heads(embed_dim: int, depth: int, num_heads: int | None) -> int:
-    """Returns the heads of a decoder: `num_heads`, or one per 32 channels. ValueError for impossible sizes."""
-    if embed_dim < 1 or depth < 1 or (num_heads is not None and num_heads < 1):
-        raise ValueError(f"decoder sizes must be at least 1, got {embed_dim}, {depth} and {num_heads}")
+def decoder_heads(embed_dim: int, num_heads: int | None) -> int:
+    """Returns the heads of a decoder: `num_heads`, or one per 32 channels."""
     if num_heads is not None:
         return num_heads
     if embed_dim % 32:
-        raise ValueError(
-            f"decoder_embed_dim must be a multiple of 32, which is the width of a head, got {embed_dim}; "
-            "for heads of another width set decoder_num_heads"
-        )
+        raise ValueError(f"decoder_embed_dim {embed_dim} is no multiple of 32: set decoder_num_heads, too")
     return embed_dim // 32
-
-
-def check_blocks(name: str, numbers: Sequence[int], depth: int) -> tuple[int, ...]:
-    """Returns the numbers of some blocks. ValueError unless they increase from 0 or more to the last of `depth`."""
-    numbers = tuple(numbers)
-    increases = numbers == tuple(sorted(set(numbers)))
-    if not increases or not numbers or numbers[0] < 0 or numbers[-1] != depth - 1:
-        raise ValueError(f"{name} must increase from 0 or more to the last block {depth - 1}, got {numbers}")
-    return numbers
 
 
 def rename_prefixes(weights: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
@@ -331,18 +310,9 @@ def rename_prefixes(weights: Mapping[str, Tensor], prefixes: Mapping[str, str]) 
     return renamed
 
 
-DECODER_FLAGS = (  # of MAE, MFF and CrossMAE, whose constructors use `decoder_heads`
+DECODER_FLAGS = (  # of MAE and CrossMAE, whose constructors use `decoder_heads`
     Flag("decoder_depth", int, help="blocks of the decoder (default: the model's)"),
     Flag("decoder_embed_dim", int, help="width of the decoder (default: the model's)"),
     Flag("decoder_num_heads", int, help="heads of a decoder block (default: one per 32 channels)"),
     Flag("mask_unit", int, help="side, in tokens, of the squares that are masked (default: 1)"),
-)
-
-TOKEN_FLAGS = (  # of MAE and MFF
-    Flag("num_cls_tokens", int, help="class tokens of encoder and decoder (default: 1)"),
-    Flag(
-        "learned_pos_embed",
-        bool,
-        help="train the positions of encoder and decoder (default: frozen sine-cosine tables)",
-    ),
 )

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from framework import DECODER_FLAGS, TOKEN_FLAGS, PixelFramework, decoder_heads, rename_prefixes
+from framework import DECODER_FLAGS, PixelFramework, decoder_heads, rename_prefixes
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, TINY, ViTEncoder
 from prmim import Method, ProgressiveDecoder, TokenOrder
 from util.flag import Flag
@@ -46,7 +46,15 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
     """
 
     release = "MAE"
-    flags: tuple[Flag, ...] = (*DECODER_FLAGS, *TOKEN_FLAGS)
+    flags: tuple[Flag, ...] = (
+        *DECODER_FLAGS,
+        Flag("num_cls_tokens", int, help="class tokens of encoder and decoder (default: 1)"),
+        Flag(
+            "learned_pos_embed",
+            bool,
+            help="train the positions of encoder and decoder (default: frozen sine-cosine tables)",
+        ),
+    )
     compiled_methods: ClassVar[tuple[str, ...]] = ("embed_visible", "forward_loss")
 
     def __init__(
@@ -97,7 +105,7 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
         self.use_method(method, norm_pix_loss, mask_unit, has_invalid)
         self.decoder_embed_dim = decoder_embed_dim  # flags, whose values are recorded
         self.decoder_depth = decoder_depth
-        self.decoder_num_heads = decoder_heads(decoder_embed_dim, decoder_depth, decoder_num_heads)
+        self.decoder_num_heads = decoder_heads(decoder_embed_dim, decoder_num_heads)
         self.decoder = ProgressiveDecoder(
             self.grid_size,
             self.embed_dim,

@@ -209,17 +209,9 @@ class DropPath(nn.Module):
 
 
 def check_divisible(height: int, width: int, patch_size: int) -> None:
-    """Raises ValueError, with the nearest size that fits, unless patches divide an image."""
-    is_positive = patch_size >= 1 and height >= 1 and width >= 1
-    if is_positive and height % patch_size == 0 and width % patch_size == 0:
-        return
-    step = max(1, patch_size)
-    near_height = max(1, round(height / step)) * step
-    near_width = max(1, round(width / step)) * step
-    raise ValueError(
-        f"input_size {height} x {width} is not divisible by patch_size {patch_size}; "
-        f"the nearest size that is: {near_height} x {near_width}"
-    )
+    """Raises ValueError unless patches divide an image."""
+    if height % patch_size or width % patch_size:
+        raise ValueError(f"input_size {height} x {width} is not divisible by patch_size {patch_size}")
 
 
 def check_image_size(imgs: Tensor, img_size: tuple[int, int]) -> None:

@@ -21,21 +21,14 @@ def hog(
     The mean over the cell is divided by its L2 norm. The angle is atan2(horizontal, vertical), so bin 0 is a gradient
     along y. Results are float32, or float64 for float64 images.
 
-    cells: sides in pixels, increasing, each a multiple of the first. bias: [len(cells), 2], added to the two filter
-    responses; the release's filters for ViT-L have one by accident. Raises ValueError if the cells do not divide the
-    image.
+    cells: sides in pixels, increasing, each a multiple of the first, which divide the image. bias: [len(cells), 2],
+    added to the two filter responses; the release's filters for ViT-L have one by accident.
 
     No matrix product occurs here, so autocast does not reduce the precision. Orientations close to a multiple of pi
     fall into the first or the last bin by rounding. For 8-bit images these are 0.4 to 3 % of the pixels, in any
     implementation.
     """
-    height, width = imgs.shape[-2:]
     smallest = cells[0]
-    for cell in cells:
-        if cell % smallest or height % cell or width % cell:
-            raise ValueError(
-                f"cells must be multiples of the first and divide the image, {height} x {width} px; got {cells}"
-            )
     imgs = imgs.to(torch.promote_types(imgs.dtype, torch.float32))
     horizontal, vertical = _sobel(imgs)
     histograms = []

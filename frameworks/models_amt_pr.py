@@ -68,20 +68,15 @@ def count_amt_units(
 ) -> TokenCounts:
     """Returns AMT's counts if whole units of mask_unit * mask_unit tokens are masked and thrown, both rounded up.
 
-    For example, 49 units with ratios 0.7 and 0.26 give 14 visible, 22 retained and 13 thrown units. Raises ValueError
-    unless 0 <= throw_ratio < mask_ratio < 1 and at least one unit is visible.
+    For example, 49 units with ratios 0.7 and 0.26 give 14 visible, 22 retained and 13 thrown units.
     """
+    TokenCounts.from_ratios(num_tokens, mask_ratio, throw_ratio)  # checks the ratios
     size = mask_unit**2  # of a unit
     num_units = num_tokens // size
     rounding = 1e-9
     num_retained = math.ceil(num_units * (mask_ratio - throw_ratio) - rounding)
     num_thrown = math.ceil(num_units * throw_ratio - rounding)
     num_visible = num_units - num_retained - num_thrown
-    if not 0 <= throw_ratio < mask_ratio < 1 or num_visible < 1:
-        raise ValueError(
-            f"ratios must satisfy 0 <= throw_ratio < mask_ratio < 1 (both are shares of all tokens) and leave one of "
-            f"{num_units} units visible, got throw_ratio {throw_ratio} and mask_ratio {mask_ratio}"
-        )
     return TokenCounts(num_visible * size, num_retained * size, num_thrown * size)
 
 

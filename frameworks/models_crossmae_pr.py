@@ -108,7 +108,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         self.use_method(method, norm_pix_loss, mask_unit, has_invalid)
         self.decoder_embed_dim = decoder_embed_dim
         self.decoder_depth = decoder_depth
-        self.decoder_num_heads = decoder_heads(decoder_embed_dim, decoder_depth, decoder_num_heads)
+        self.decoder_num_heads = decoder_heads(decoder_embed_dim, decoder_num_heads)
         self.norm = nn.Identity()
         self.visible_source = visible_source
         self.decoder = CrossAttentionDecoder(

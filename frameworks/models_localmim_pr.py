@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from framework import Framework, check_blocks
+from framework import Framework
 from frameworks.hog import hog, orientation_colors
 from frameworks.views import View
 from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, layer_norm, patchify, unpatchify
@@ -87,9 +87,7 @@ class LocalMIMViT(Framework, ViTEncoder):
         self.use_method(method, norm_pix_loss, mask_unit, has_invalid)
         if taps is None:
             taps = (1, 3, depth - 3, depth - 1)
-        self.taps = check_blocks("taps", taps, depth)
-        if len(self.taps) != 4:
-            raise ValueError(f"taps must be four numbers, got {self.taps}")
+        self.taps = tuple(taps)
         rows, columns = self.grid_size
         if self.patch_size % 4 or rows % 2 or columns % 2:
             raise ValueError(

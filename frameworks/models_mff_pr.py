@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from encoders.names import from_mmpretrain
-from framework import DECODER_FLAGS, TOKEN_FLAGS, check_blocks
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import BASE, MICRO, MINI, init_weights
 
@@ -27,7 +26,6 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
     """
 
     release = "MFF"
-    flags = (*DECODER_FLAGS, *TOKEN_FLAGS)
     compiled_methods = (*MaskedAutoencoderViT.compiled_methods, "mix")
 
     def __init__(
@@ -90,7 +88,7 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
         if fused_blocks is None:
             last = depth - 1
             fused_blocks = [*range(0, last - 1, 2), last]
-        self.fused_blocks = check_blocks("fused_blocks", fused_blocks, depth)
+        self.fused_blocks = tuple(fused_blocks)
         self.proj_layers = nn.ModuleList()  # of all fused levels but the last, which enters the mixture as it is
         for _ in self.fused_blocks[:-1]:
             self.proj_layers.append(nn.Linear(embed_dim, embed_dim))

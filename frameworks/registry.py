@@ -15,7 +15,6 @@ from framework import Framework
 from prmim import METHOD_ARGUMENTS
 from util.data.pixel_format import declares_invalid
 from util.lazy import ByName
-from util.text import count_of
 
 NAMES = {
     "models_mae_pr": (
@@ -120,25 +119,19 @@ def build_model(settings: Mapping[str, Any], read_files: bool = True) -> Framewo
     if settings["input_size"] is not None:
         if len(settings["input_size"]) > 2:
             raise ValueError(f"--input_size takes one or two numbers, got {settings['input_size']}")
-        options["img_size"] = (settings["input_size"][0], settings["input_size"][-1])
+        options["img_size"] = settings["input_size"]
     model = MODELS[name](**options)
     if has_invalid and not model.predicts_pixels():
         raise ValueError(
             f"--nodata, --mask_band and --bands keep invalid pixels out of losses on pixels, but {name} predicts other "
             "targets: leave them out, with invalid pixels replaced in the files, or choose a model that predicts pixels"
         )
-    check_visible(model, settings["mask_ratio"])
-    return model
-
-
-def check_visible(model: Framework, mask_ratio: float) -> None:
-    """ValueError if the model sees no token of its images."""
     if model.counts.num_visible == 0:
-        tokens = count_of(model.counts.num_tokens, "token")
         raise ValueError(
-            f"--mask_ratio {mask_ratio} leaves none of {tokens} visible: lower it, or use larger images, smaller "
-            "patches or smaller masked squares"
+            f"--mask_ratio {settings['mask_ratio']} leaves none of {model.counts.num_tokens} tokens visible: lower it, "
+            "or use larger images, smaller patches or smaller masked squares"
         )
+    return model
 
 
 def load_run(path: str | Path, moved: Mapping[str, str] | None = None) -> tuple[Framework, dict[str, Any]]:
@@ -147,7 +140,7 @@ def load_run(path: str | Path, moved: Mapping[str, str] | None = None) -> tuple[
     path: a checkpoint, or the folder of a run, whose newest intact checkpoint is used. moved: {flag: new path} of files
     that have moved since the run, such as a teacher's.
 
-    ValueError if the checkpoint was not written by this program, or if such a file is not that of the run.
+    ValueError if the checkpoint was not written by this program.
     """
     weights = read(path)
     run = weights.info.run
@@ -155,11 +148,6 @@ def load_run(path: str | Path, moved: Mapping[str, str] | None = None) -> tuple[
         raise ValueError(f"{str(weights.path)!r} is no checkpoint of main_pretrain.py, which reconstructs images")
     settings = {**weights.settings, **weights.pixels, **(moved or {})}
     model = build_model(settings)
-    for flag, file in model.named_files().items():
-        if run.files.get(flag, file.fingerprint) != file.fingerprint:
-            raise ValueError(
-                f"the {flag} {settings[flag]!r} has other weights than that of the run at {str(weights.path)!r}"
-            )
     load_all(model, weights)
     if settings.get("mean"):
         model.use_statistics(settings["mean"], settings["std"])

@@ -33,35 +33,20 @@ def forward_gmac(settings: Mapping[str, Any], build_model: Callable[..., nn.Modu
 
     The models are built on the meta device, by `frameworks.registry.build_model`. Without a teacher the second is 0.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # here, because it imports Triton
+
     with torch.device("meta"):
         model = build_model(settings, read_files=False)
         imgs = torch.empty(1, settings.get("in_chans", 3), *model.img_size)
     _, orders = make_batch(model, settings, batch_size=1)
     inputs = [order.to("meta") for order in orders]
-    forward = partial(model, imgs, *inputs)
-    if not model.frozen_parts():
-        return count_gmac(forward), 0.0
-    (teacher,) = model.frozen_parts()
-    calls: list[tuple[Any, Any]] = []
-
-    def keep_inputs(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        calls.append((args, kwargs))
-
-    handle = teacher.register_forward_hook(keep_inputs, with_kwargs=True)
-    total = count_gmac(forward)
-    handle.remove()
-    args, kwargs = calls[0]
-    teacher_gmac = count_gmac(partial(teacher, *args, **kwargs))
-    return total - teacher_gmac, teacher_gmac
-
-
-def count_gmac(forward: Callable[[], object]) -> float:
-    """Multiply-adds of `forward()`, in 10^9."""
-    from torch.utils.flop_counter import FlopCounterMode  # here, because it imports Triton
-
     with FlopCounterMode(display=False) as counter:
-        forward()
-    return counter.get_total_flops() / 2e9
+        model(imgs, *inputs)
+    flops_by_module = counter.get_flop_counts()
+    frozen = 0
+    for part in model.frozen_parts():
+        frozen += sum(flops_by_module[type(part).__name__].values())
+    return (counter.get_total_flops() - frozen) / 2e9, frozen / 2e9
 
 
 def saved_bytes(forward: Callable[[], object]) -> int:
@@ -81,10 +66,8 @@ def saved_bytes(forward: Callable[[], object]) -> int:
     return sum(storages.values())
 
 
-def image_bytes(settings: Mapping[str, Any], build_model: Callable[..., nn.Module]) -> float:
-    """Bytes in float32 that the forward pass of a framework's model saves for an image, by the meta device."""
-    with torch.device("meta"):
-        model = build_model(settings, read_files=False)
+def image_bytes(model: nn.Module, settings: Mapping[str, Any]) -> float:
+    """Bytes in float32 that the forward pass of a framework's model on the meta device saves for an image."""
     saved = []
     for num_images in (2, 4):  # what does not depend on the number, such as weights, goes
         imgs, orders = make_batch(model, settings, num_images)
@@ -104,7 +87,7 @@ def fitting_images(
     with torch.device("meta"):
         model = build_model(settings, read_files=False)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    memory_of_image = image_bytes(settings, build_model)
+    memory_of_image = image_bytes(model, settings)
     if precision != "fp32":
         memory_of_image *= HALF_SHARE
     free = USABLE * memory - STATE_BYTES * parameters

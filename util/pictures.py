@@ -118,7 +118,7 @@ def table(rows: list[list[np.ndarray]], titles: Sequence[str]) -> np.ndarray:
     draw = ImageDraw.Draw(canvas)
     for j, title in enumerate(titles):
         left = _GAP + j * step_right
-        draw.text((left, 1), title, fill=_INK, font=_font_that_fits(title, width))
+        draw.text((left, 2), title, fill=_INK, font=_font())
     for i, row in enumerate(rows):
         top = head + i * step_down
         for j, panel in enumerate(row):
@@ -132,21 +132,12 @@ def write_lines(picture: np.ndarray, lines: Mapping[str, tuple[int, ...]]) -> np
     canvas = Image.fromarray(picture)
     draw = ImageDraw.Draw(canvas)
     for k, (text, color) in enumerate(lines.items()):
-        draw.text((4, 2 + 16 * k), printable(text), fill=color, font=_font(12), stroke_width=2, stroke_fill=_INK)
+        draw.text((4, 2 + 16 * k), printable(text), fill=color, font=_font(), stroke_width=2, stroke_fill=_INK)
     return np.asarray(canvas)
 
 
-def _font(size: float) -> Any:
-    return ImageFont.load_default(size=size)
-
-
-def _font_that_fits(text: str, width: int) -> Any:
-    """Returns the font of size 14, or a smaller one with which `text` is no wider than `width` pixels."""
-    font = _font(14)
-    length = font.getlength(text)
-    if length <= width:
-        return font
-    return _font(max(6, 14 * width / length))
+def _font() -> Any:
+    return ImageFont.load_default(size=12)
 
 
 def principal_colors(reference: Tensor, *features: Tensor) -> list[Tensor]:

@@ -99,8 +99,3 @@ def test_results_are_float32_or_wider_without_gradient():
     (of_halved,) = hog(halved, (4,))
     (expected,) = hog(halved.float(), (4,))
     assert torch.equal(of_halved, expected)
-
-
-def test_cells_that_do_not_divide_the_image_are_refused():
-    with pytest.raises(ValueError, match=r"divide the image, 16 x 16 px; got \(4, 6\)"):
-        hog(torch.zeros(1, 3, 16, 16), (4, 6))
