@@ -3,7 +3,7 @@
 import argparse
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -20,7 +20,7 @@ from util.data.datasets import AddressedDataset, StepBatchSampler, permutation, 
 from util.data.images import Images
 from util.data.loader import Loader
 from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop, with_vflip
-from util.evaluate.context import EvalContext, context_of_flags, evaluation_batches
+from util.evaluate.context import context_of_flags, evaluation_batches
 from util.evaluate.features import Features, Tokens, extract_features
 from util.evaluate.knn import KnnProtocol, knn_accuracy
 from util.evaluate.moments import moments_of_all
@@ -104,71 +104,6 @@ class Probes(nn.Module):
             else:
                 logits[name] = grid(patches)
         return logits
-
-
-def encode(
-    encoder: FrozenEncoder,
-    batch: Sequence[Tensor],
-    context: EvalContext,
-) -> tuple[dict[int, Tokens], Tensor]:
-    """Returns (the encoder's tokens by block, labels). batch: images as they are stored, and labels."""
-    imgs, labels = batch
-    imgs = imgs.to(context.device, non_blocking=True)
-    labels = labels.to(context.device, non_blocking=True)
-    with context.autocast():
-        return encoder(context.normalize(imgs)), labels
-
-
-def forward_backward(
-    model: nn.Module,
-    batch: Sequence[Tensor],
-    is_last: bool,
-    accum_iter: int,
-    encoder: FrozenEncoder,
-    context: EvalContext,
-) -> Tensor:
-    """Adds a micro-batch's share of the gradient of all heads. Returns their mean loss.
-
-    is_last: of a step; only then the gradients are all-reduced.
-    """
-    tokens, labels = encode(encoder, batch, context)
-    if isinstance(model, DistributedDataParallel):
-        model.require_backward_grad_sync = is_last
-    losses = []
-    for logits in model(tokens).values():  # [G, B, C]
-        labels_of_heads = labels.repeat(len(logits))
-        losses.append(F.cross_entropy(logits.flatten(0, 1), labels_of_heads))
-    loss_of_grids = torch.stack(losses)
-    (loss_of_grids.sum() / accum_iter).backward()
-    return loss_of_grids.detach().mean()
-
-
-def train_one_epoch(
-    model: nn.Module,
-    batches: Iterator[Any],
-    num_steps: int,
-    optimizer: torch.optim.Optimizer,
-    accum_iter: int,
-    encoder: FrozenEncoder,
-    context: EvalContext,
-) -> None:
-    """Makes the optimizer steps of all heads, on the same augmented images.
-
-    model: Probes, as they are or in DDP. batches: micro-batches, `accum_iter` per step.
-    """
-    begin = time.monotonic()
-    for step in range(num_steps):
-        for group in optimizer.param_groups:
-            group["lr"] = group["base_lr"] * rate_at(step, num_steps)
-        for micro in range(accum_iter):
-            batch = next(batches)
-            loss = forward_backward(model, batch, micro == accum_iter - 1, accum_iter, encoder, context)
-        optimizer.step()  # none is skipped: a head that diverges does not disturb the others
-        optimizer.zero_grad(set_to_none=True)
-        if (step + 1) % max(1, num_steps // 20) == 0:
-            seconds_per_step = (time.monotonic() - begin) / (step + 1)
-            eta = duration((num_steps - step - 1) * seconds_per_step)
-            print_on_rank0(f"step {step + 1}/{num_steps}: mean loss of all heads {loss.item():.4f}, eta {eta}")
 
 
 class Probing:
@@ -276,8 +211,43 @@ class Probing:
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
         epochs = args.steps * args.total_batch_size / len(self.training)
         print_on_rank0(f"heads: {args.steps} steps of {args.total_batch_size} images, {epochs:,.1f} epochs")
+        begin = time.monotonic()
         with closing(self.training_batches()) as batches:
-            train_one_epoch(model, batches, args.steps, optimizer, self.accum_iter, self.encoder, self.context)
+            for step in range(args.steps):
+                for group in optimizer.param_groups:
+                    group["lr"] = group["base_lr"] * rate_at(step, args.steps)
+                for micro in range(self.accum_iter):
+                    loss = self.forward_backward(model, next(batches), is_last=micro == self.accum_iter - 1)
+                optimizer.step()  # none is skipped: a head that diverges does not disturb the others
+                optimizer.zero_grad(set_to_none=True)
+                if (step + 1) % max(1, args.steps // 20) == 0:
+                    seconds_per_step = (time.monotonic() - begin) / (step + 1)
+                    eta = duration((args.steps - step - 1) * seconds_per_step)
+                    print_on_rank0(f"step {step + 1}/{args.steps}: mean loss of all heads {loss.item():.4f}, eta {eta}")
+
+    def forward_backward(self, model: nn.Module, batch: Sequence[Tensor], is_last: bool) -> Tensor:
+        """Adds a micro-batch's share of the gradient of all heads. Returns their mean loss.
+
+        model: Probes, as they are or in DDP. is_last: of a step; only then the gradients are all-reduced.
+        """
+        tokens, labels = self.encode(batch)
+        if isinstance(model, DistributedDataParallel):
+            model.require_backward_grad_sync = is_last
+        losses = []
+        for logits in model(tokens).values():  # [G, B, C]
+            labels_of_heads = labels.repeat(len(logits))
+            losses.append(F.cross_entropy(logits.flatten(0, 1), labels_of_heads))
+        loss_of_grids = torch.stack(losses)
+        (loss_of_grids.sum() / self.accum_iter).backward()
+        return loss_of_grids.detach().mean()
+
+    def encode(self, batch: Sequence[Tensor]) -> tuple[dict[int, Tokens], Tensor]:
+        """Returns (the encoder's tokens by block, labels). batch: images as they are stored, and labels."""
+        imgs, labels = batch
+        imgs = imgs.to(self.context.device, non_blocking=True)
+        labels = labels.to(self.context.device, non_blocking=True)
+        with self.context.autocast():
+            return self.encoder(self.context.normalize(imgs)), labels
 
     def training_batches(self) -> Any:
         """Returns this rank's batches of all steps: augmented images of the nine tenths. `close()` ends the workers."""
@@ -322,7 +292,7 @@ class Probing:
         for name in probes.grids:
             counts[name] = torch.zeros(len(GRID), 3, dtype=torch.float64, device=self.context.device)
         for batch in evaluation_batches(self.whole_images(images), indices, self.context):
-            tokens, labels = encode(self.encoder, batch, self.context)
+            tokens, labels = self.encode(batch)
             for name, logits in probes(tokens).items():
                 is_finite = logits.isfinite().all(dim=2)  # [G, B]
                 top5 = logits.topk(min(5, logits.shape[2])).indices

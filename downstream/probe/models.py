@@ -199,13 +199,8 @@ class HeadGrid(nn.Module):
         """Returns the optimizer's groups. `base_lr` is the grid's learning rate times `scale`; biases do not decay."""
         groups = []
         for head, (lr, weight_decay) in zip(self.heads, self.grid, strict=True):
-            weights = []
-            biases = []
-            for name, parameter in head.named_parameters():
-                if name.endswith("bias"):
-                    biases.append(parameter)
-                else:
-                    weights.append(parameter)
+            weights = [parameter for name, parameter in head.named_parameters() if not name.endswith("bias")]
+            biases = [parameter for name, parameter in head.named_parameters() if name.endswith("bias")]
             rate = {"base_lr": lr * scale, "lr": lr * scale}
             groups.append({"params": weights, "weight_decay": weight_decay, **rate})
             groups.append({"params": biases, "weight_decay": 0.0, **rate})

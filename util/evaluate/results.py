@@ -58,7 +58,8 @@ def finish_evaluation(
     line: the scores. checkpoint, step: of the weights.
     """
     print_on_rank0(line)
-    if folder is None or not _is_main():
+    rank, _ = collectives.rank_and_world_size()
+    if folder is None or rank > 0:
         return
     write_results(folder, {"step": step, **named_scores(result.scores)}, result.details, checkpoint=checkpoint)
     print_on_rank0(f"all scores: {folder / RESULTS}")
@@ -115,7 +116,7 @@ class ResultsFile:
         self.parts: dict[str, Any] = collectives.run_on_rank0(self._read)
 
     def add(self, name: str, result: Any) -> None:
-        """Adds a finished part, and rank 0 writes the file."""
+        """Adds a finished part, and rank 0 writes the file. All ranks must call it."""
         self.parts[name] = result
         content = {
             "checkpoint": self.checkpoint,
@@ -125,8 +126,7 @@ class ResultsFile:
             **self.summarise(self.parts),
             "parts": self.parts,
         }
-        if _is_main():
-            write_json(self.path, content)
+        collectives.run_on_rank0(lambda: write_json(self.path, content))
 
     def _read(self) -> dict[str, Any]:
         """Returns the parts that an earlier start has finished."""
@@ -147,8 +147,3 @@ def refuse_changes(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]
     if changes:
         reasons = "; ".join(changes[:3])[:400]
         raise ValueError(f"{str(path)!r} holds other results ({reasons}); choose another --output_dir")
-
-
-def _is_main() -> bool:
-    rank, _ = collectives.rank_and_world_size()
-    return rank == 0
