@@ -38,6 +38,7 @@ from util.run.exits import run_program, user_errors
 from util.run.start.begin import begin
 from util.run.start.flags import (
     DATA_FLAGS,
+    DROP_PATH_FLAG,
     FINETUNE_FLAG,
     INVALID_FLAGS,
     OPTIMISATION_FLAGS,
@@ -117,15 +118,7 @@ MODEL_FLAGS = (
     ),
     Flag("train_pos_embed", bool, True, "train the position table; off (TEC): keep it as it was pre-trained"),
     Flag("cls_token_mlp", bool, False, "train the MLP on TEC's class token; off: fold it into the token"),
-    Flag(
-        "drop_path",
-        float,
-        help="drop path rate of the last block; it grows linearly from 0",
-        everyday=True,
-        metavar="RATE",
-        at_least=0,
-        below=1,
-    ),
+    DROP_PATH_FLAG,
     Flag("nb_classes", int, help="number of classes (default: inferred from the data; error on mismatch)", at_least=1),
 )
 

@@ -22,10 +22,12 @@ from util.run.files.record import INVALID_SETTINGS, without_marks
 from util.run.processes.distributed import Process
 from util.run.start.flags import (
     BATCH_FLAGS,
+    DROP_PATH_FLAG,
     FINETUNE_FLAG,
     HFLIP_FLAG,
     INVALID_FLAGS,
     LOADING_FLAGS,
+    PATCH_SIZE_FLAG,
     PIXEL_FLAGS,
     RECIPE_FLAG,
     UPDATE_FLAGS,
@@ -61,16 +63,8 @@ TASK_FLAGS = (
 MODEL_FLAGS = (
     Flag("model", str, "vit_base_patch16", "size of the encoder", everyday=True, choices=SIZES),
     FINETUNE_FLAG,
-    Flag("patch_size", int, help="patch side in pixels (default: the model's)", everyday=True, at_least=1),
-    Flag(
-        "drop_path",
-        float,
-        help="drop path rate of the last block; it grows linearly from 0",
-        everyday=True,
-        metavar="RATE",
-        at_least=0,
-        below=1,
-    ),
+    PATCH_SIZE_FLAG,
+    DROP_PATH_FLAG,
 )
 
 OPTIMISATION_FLAGS = (

@@ -113,7 +113,7 @@ class SegmentationImages(ImageFiles):
         self.split = split
         self.values = values
         self.num_pixels = np.zeros(256, np.int64)
-        self.colors: dict[int, tuple[list[int], str]] = {}  # of values, with the first file of each, in palettes
+        self.colors: dict[int, list[int]] = {}  # of values, in palettes
         image_root = folder_of_split(Path(data_path) / "images", split)
         self.label_root = folder_of_split(Path(data_path) / "annotations", split)
         unread: Counter[str] = Counter()
@@ -177,11 +177,10 @@ class SegmentationImages(ImageFiles):
         """ImageError if the palette of label file i has another colour for one of its values than an earlier one."""
         for value in values:
             color = palette[3 * value : 3 * value + 3]
-            known, path = self.colors.setdefault(value, (color, self.label_path(i)))
-            if color != known:
+            if self.colors.setdefault(value, color) != color:
                 raise ImageError(
-                    f"the palettes of {path!r} and {self.label_path(i)!r} have other colours for the value {value}: "
-                    "values are classes, so give all label files one palette"
+                    f"{self.label_path(i)!r} has another colour for the value {value} in its palette than other label "
+                    "files: values are classes, so give all files one palette"
                 )
 
     def refuse_sizes(self, i: int, size: Size, label_size: Size) -> None:

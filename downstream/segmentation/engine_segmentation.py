@@ -28,6 +28,7 @@ from util.data.transforms import Size
 from util.evaluate.context import EvalContext, evaluation_batches
 from util.evaluate.results import Evaluation
 from util.pictures import table, write_lines
+from util.run.files.record import CheckpointInfo
 from util.run.train.loop import TrainLoop
 
 LOSS_WEIGHTS = {"decode": 1.0, "aux": 0.4}
@@ -196,7 +197,7 @@ def evaluate(
     """Evaluates a model on the images, which the ranks share.
 
     Logits are resized to the labels, so that each pixel of a label file counts once. num_pictures: images of each rank
-    that may be shown; rank 0 draws its own. FloatingPointError if logits are not finite.
+    that its picture shows. The model stays in eval mode. FloatingPointError if logits are not finite.
     """
     device = context.device
     num_classes = len(classes.names)
@@ -210,7 +211,6 @@ def evaluate(
 
     dataset = AddressedDataset(images, ResizeForEvaluation(windows.image_scale))
     largest = (windows.image_scale[0], windows.image_scale[1])
-    was_training = model.training
     model.eval()
     indices = range(len(images))
     loaded = evaluation_batches(dataset, indices, context.one_by_one(), stack_pairs, largest=largest)
@@ -225,15 +225,13 @@ def evaluate(
         if len(shown) < num_pictures:
             picture_of_img = as_picture(stored[0], context.normalize)
             shown.append(draw_prediction(picture_of_img, labels[0].numpy(), predicted.cpu().numpy(), classes.colors))
-    model.train(was_training)
     if collectives.all_reduce_sum(num_bad) > 0:
         raise FloatingPointError("the logits of some images are not finite: try --precision fp32, and check --std")
     measures = segmentation_scores(collectives.all_reduce_sum(counts))
     scores = {name: measures[name] for name in ("miou", "macc", "aacc")}
     scores["num_images"] = len(images)
-    rank, _ = collectives.rank_and_world_size()
     picture = None
-    if shown and rank == 0:
+    if shown:
         picture = table(shown, ["image", "truth", "prediction"])
     details = {name: dict(zip(classes.names, measures[name], strict=True)) for name in ("iou", "acc")}
     return Evaluation(scores, details, picture)
@@ -264,6 +262,12 @@ def read_classes(path: str | Path | None, num_classes: int) -> ClassList:
             words = words[3:]
         names[k] = " ".join(words)
     return ClassList(names, colors)
+
+
+def classes_of(info: CheckpointInfo) -> ClassList:
+    """Returns the classes of a trained model, from what its checkpoint says."""
+    assert info.classes is not None
+    return ClassList(info.classes, np.array(info.class_colors, np.uint8))
 
 
 def draw_labels(picture: np.ndarray, sample: Sequence[Tensor], classes: ClassList) -> np.ndarray:

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -26,8 +25,8 @@ from downstream.recipes import LINEAR_DEFAULTS, SEGMENTATION_RECIPES, UPERNET_DE
 from downstream.segmentation.data import LabelValues, SegmentationAugment, SegmentationImages, stack_pairs
 from downstream.segmentation.engine_segmentation import (
     WINDOW_WEIGHTS,
-    ClassList,
     SlidingWindows,
+    classes_of,
     draw_labels,
     evaluate,
     read_classes,
@@ -327,10 +326,9 @@ def evaluate_only(
     trained = load(args.resume, "segmentation")
     args = common.args_of_model(trained, args, given, MODEL_FLAGS, DATA_FLAGS)
     check_data_flags(args)
-    info = trained.weights.info
-    classes = read_classes(args.class_names, args.num_classes)
-    if info.classes and args.class_names is None:
-        classes = ClassList(info.classes, np.array(info.class_colors, np.uint8))
+    classes = classes_of(trained.weights.info)
+    if args.class_names is not None:
+        classes = read_classes(args.class_names, args.num_classes)
     images = open_split(args, "val")
     print_on_rank0(*images.notes)
     windows = SlidingWindows(args.image_scale, args.stride, args.window_weights)

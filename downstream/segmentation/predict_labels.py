@@ -23,9 +23,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from downstream.common import scaled_size
-from downstream.pictures import default_colors
 from downstream.segmentation.data import LabelValues, resize_bilinear, scale_image
-from downstream.segmentation.engine_segmentation import blend, slide_logits, slide_rows, window_starts
+from downstream.segmentation.engine_segmentation import blend, classes_of, slide_logits, slide_rows, window_starts
 from downstream.segmentation.large_tiffs import LargeTiff, Tags, is_tiff, read_geo_tags
 from encoders.trained import Trained
 from util.atomic import replaced_file
@@ -42,6 +41,7 @@ TILE = 256  # side of the tiles of label maps
 PICTURE = 1024  # longest side of a picture
 MAX_SHRINK = 2.0
 GDAL_METADATA = 42112  # a tag
+TEXT = 2  # a type of tags, whose values tifffile counts and ends
 
 
 class Seen(NamedTuple):
@@ -94,7 +94,7 @@ class LabelMaps:
         window_weights: str | None = None,
     ) -> None:
         settings = trained.settings
-        info = trained.weights.info
+        classes = classes_of(trained.weights.info)
         self.model = trained.model.to(context.device)
         self.images = images
         self.context = context
@@ -108,9 +108,9 @@ class LabelMaps:
             settings["reduce_zero_label"],
             settings["label_values"],
         )
-        self.class_names = info.classes or [str(k) for k in range(self.values.num_classes)]
+        self.class_names = classes.names
         self.palette = np.zeros((256, 3), np.uint8)  # by value of a label map
-        self.palette[self.values.of_classes] = info.class_colors or default_colors(self.values.num_classes)
+        self.palette[self.values.of_classes] = classes.colors
         self.paths = output_paths(out / "labels", images, label_ending)
         self.picture_paths = output_paths(out / "pictures", images, lambda name: ".png")
 
@@ -242,11 +242,8 @@ class LabelMaps:
 def gdal_tags(no_class: int, names: Mapping[str, str]) -> Tags:
     """Returns the tags by which GDAL knows the value of pixels without a class, and the name of each value."""
     items = "".join(f'<Item name="class_{value}">{escape(name)}</Item>' for value, name in names.items())
-    tags: Tags = []
-    for code, text in ((GDAL_NODATA, str(no_class)), (GDAL_METADATA, f"<GDALMetadata>{items}</GDALMetadata>")):
-        encoded = text.encode() + b"\0"
-        tags.append((code, 2, len(encoded), encoded, True))
-    return tags
+    metadata = f"<GDALMetadata>{items}</GDALMetadata>".encode()
+    return [(GDAL_NODATA, TEXT, 0, str(no_class), True), (GDAL_METADATA, TEXT, 0, metadata, True)]
 
 
 def write_label_tiff(path: Path, labels: np.ndarray, palette: np.ndarray, tags: Tags) -> None:

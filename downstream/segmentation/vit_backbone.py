@@ -13,9 +13,6 @@ from models_vit import ViTEncoder, drop_path_rates, init_weights
 from models_vit import layer_norm as make_layer_norm
 from util.pos_embed import sincos_pos_embed
 
-# Endings of parameters that pre-training does not have.
-NEW_KEYS = ("relative_position_bias_table", "gamma_1", "gamma_2")
-
 
 class DenseViT(ViTEncoder):
     """A ViT with a trainable position table, relative-position biases and layer scales.
@@ -27,7 +24,7 @@ class DenseViT(ViTEncoder):
     Keys have no bias here: it would add the same number to all logits of a query, which the softmax ignores.
     """
 
-    new_keys = NEW_KEYS
+    new_keys = ("relative_position_bias_table", "gamma_1", "gamma_2")
 
     def __init__(
         self,
@@ -73,7 +70,7 @@ class DenseViT(ViTEncoder):
     def adapt_weights(self, tensors: Tensors) -> Tensors:
         """Returns an encoder's weights under the names here: no bias of keys. SimMIM's positions become 0."""
         adapted = rename(split_key_bias(tensors), [(r"\.ls([12])\.gamma$", r".gamma_\1")])
-        if "pos_embed" not in adapted and any(name.endswith(NEW_KEYS[0]) for name in adapted):
+        if "pos_embed" not in adapted and any(name.endswith("relative_position_bias_table") for name in adapted):
             adapted["pos_embed"] = torch.zeros_like(self.pos_embed)
         return adapted
 

@@ -42,7 +42,7 @@ class Evaluation(NamedTuple):
 
     scores: dict[str, float]  # for the log and the results file
     details: Mapping[str, Any] = {}  # for the results file alone
-    picture: np.ndarray | None = None  # uint8 [H, W, 3], on rank 0 alone
+    picture: np.ndarray | None = None  # uint8 [H, W, 3]; rank 0 writes its own
 
 
 def write_results(folder: Path, last: Mapping[str, Any], details: Mapping[str, Any], **facts: Any) -> None:

@@ -120,7 +120,7 @@ def test_palettes_may_differ_in_colors_that_no_pixel_has(tmp_path):
     write_palette(tmp_path / LABEL, [black, red, blue, green])
     open_pairs(tmp_path).check()
     write_palette(tmp_path / LABEL, [black, blue, red])
-    with pytest.raises(ImageError, match="0.png.*1.png"):
+    with pytest.raises(ImageError, match="1.png"):
         open_pairs(tmp_path).check()
 
 

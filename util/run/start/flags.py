@@ -24,6 +24,8 @@ FINETUNE_FLAG = Flag(
     changes="nothing",  # the path: the identity of the first weights is compared
 )
 
+PATCH_SIZE_FLAG = Flag("patch_size", int, help="patch side in pixels (default: the model's)", everyday=True, at_least=1)
+
 SIZE_FLAGS = (
     Flag(
         "input_size",
@@ -33,7 +35,17 @@ SIZE_FLAGS = (
         nargs="+",
         at_least=1,
     ),
-    Flag("patch_size", int, help="patch side in pixels (default: the model's)", everyday=True, at_least=1),
+    PATCH_SIZE_FLAG,
+)
+
+DROP_PATH_FLAG = Flag(  # of programs that train on the encoder
+    "drop_path",
+    float,
+    help="drop path rate of the last block; it grows linearly from 0",
+    everyday=True,
+    metavar="RATE",
+    at_least=0,
+    below=1,
 )
 
 BATCH_FLAGS = (
