@@ -28,7 +28,6 @@ from util.evaluate.moments import Moments, moments_of_all
 from util.evaluate.results import accuracy_text
 from util.flag import Flag
 from util.run.train.loop import TrainLoop
-from util.text import count_of
 
 MAX_QUERIES = 10_000
 KNN_NEIGHBOURS = 20
@@ -70,14 +69,11 @@ def bank_images(num_images: int, num_wanted: int, seed: int) -> np.ndarray:
     return np.sort(order[: num_wanted or num_images])
 
 
-def missing_classes(images: Images) -> str:
-    """Returns why the training images cannot be classified, or "" if each has a class."""
+def can_be_classified(images: Images) -> bool:
+    """Whether each of the training images has one of two classes or more."""
     if len(images.classes) < 2 or has_one_label(images):
-        return "the training images have fewer than two classes"
-    has_none = (images.labels < 0) | (images.labels >= len(images.classes))
-    if not has_none.any():
-        return ""
-    return f"{has_none.sum()} of {count_of(len(images), 'training image')} have no class"
+        return False
+    return bool(((images.labels >= 0) & (images.labels < len(images.classes))).all())
 
 
 def open_queries(args: argparse.Namespace, images: Images) -> tuple[Images | None, list[str]]:
@@ -87,9 +83,8 @@ def open_queries(args: argparse.Namespace, images: Images) -> tuple[Images | Non
     """
     if not args.knn_every:
         return None, []
-    missing = missing_classes(images)
-    if missing:
-        return None, [f"note: {missing}, so --knn_every computes RankMe alone, which needs no labels"]
+    if not can_be_classified(images):
+        return None, ["note: not each training image has a class, so --knn_every computes RankMe alone"]
     try:
         val_images = open_everywhere(args, "val", labelled=True, max_bad_fraction=args.max_bad_fraction)
     except MissingSplit:
@@ -114,7 +109,7 @@ class Monitor:
     def __post_init__(self) -> None:
         args = self.loop.run.args
         self.bank = bank_images(len(self.images), args.knn_train, args.seed)  # indices of training images
-        self.num_classes = 0 if missing_classes(self.images) else len(self.images.classes)
+        self.has_classes = can_be_classified(self.images)
 
     def is_due(self) -> bool:
         """Whether the current step is to be evaluated."""
@@ -133,7 +128,7 @@ class Monitor:
         moments = {name: moments_of_all(x) for name, x in bank.values.items()}
         is_finite = all(m.is_finite for m in moments.values())
         if is_finite:
-            if self.num_classes:
+            if self.has_classes:
                 scalars |= self.accuracies(bank, moments)
             scalars["rankme"] = moments["mean"].rankme()
             scalars["rankme_centred"] = moments["mean"].rankme(centred=True)
@@ -163,7 +158,7 @@ class Monitor:
     def accuracies(self, bank: Features, moments: Mapping[str, Moments]) -> dict[str, float]:
         """Returns the kNN accuracies by their names in the log. The headline is the mean of the patch tokens, z."""
         queries = self.queries(bank)
-        protocol = KnnProtocol(self.num_classes, (KNN_NEIGHBOURS,), leave_one_out=self.val_images is None)
+        protocol = KnnProtocol(len(self.images.classes), (KNN_NEIGHBOURS,), leave_one_out=self.val_images is None)
         scalars: dict[str, float] = {}
         for name in bank.values:
             for scaling, statistics in (("z", moments[name]), ("raw", None)):

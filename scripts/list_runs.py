@@ -54,14 +54,13 @@ def read_run(folder: Path) -> Row:
 
 
 def find_runs(folders: Sequence[Path]) -> list[Row]:
-    """Returns the runs in the folders, each once, by name. ValueError if there is none."""
-    found = {}
+    """Returns the runs in the folders, by name. ValueError if there is none."""
+    rows = []
     for root in folders:
-        for path in sorted(root.rglob(STATE)):
-            found[path.parent.resolve()] = read_run(path.parent)
-    if not found:
+        rows += [read_run(path.parent) for path in sorted(root.rglob(STATE))]
+    if not rows:
         raise ValueError(f"no run in {', '.join(map(str, folders))}: a run leaves {STATE}")
-    return list(found.values())
+    return rows
 
 
 def text_of(value: Any) -> str:
@@ -70,9 +69,7 @@ def text_of(value: Any) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:.5g}"
-    if isinstance(value, str):
-        return value
-    return json.dumps(value)
+    return str(value)
 
 
 def differing_settings(row: Row, rows: Sequence[Row]) -> str:

@@ -96,13 +96,11 @@ class Probes(nn.Module):
         logits = {}
         for name, grid in self.grids.items():
             block, feature, _ = name.split()
-            cls, patches = tokens[int(block)]
-            if feature == "cls":
-                logits[name] = grid(cls)
-            elif feature == "mean":
-                logits[name] = grid(patches.mean(dim=1))
+            tokens_of_block = tokens[int(block)]
+            if feature == "patches":
+                logits[name] = grid(tokens_of_block.patches)
             else:
-                logits[name] = grid(patches)
+                logits[name] = grid(tokens_of_block.vectors()[feature])
         return logits
 
 
