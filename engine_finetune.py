@@ -101,12 +101,12 @@ def evaluate(
     """Returns `accuracies` in percent, "loss" and "num_images" of `num_images` images over all ranks.
 
     batches: this rank's share of the images. columns: evaluate on these logits only. A label is then a position in this
-    list. `top1_unrestricted` is the accuracy among all logits. RuntimeError if the number of images seen is not
-    `num_images`. FloatingPointError if the logits are not finite.
+    list. RuntimeError if the number of images seen is not `num_images`. FloatingPointError if the logits are not
+    finite.
     """
     device = context.device
     column_ids = None if columns is None else torch.as_tensor(columns, device=device)
-    sums = torch.zeros(4, dtype=torch.float64, device=device)  # hits among 1 and 5, hits among all logits, loss
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # hits among 1 and 5, loss
     num_seen = 0
     num_logits = 0  # of all images: a rank without images does not know the number of classes
     was_training = model.training
@@ -116,24 +116,20 @@ def evaluate(
         labels = labels.to(device, non_blocking=True)
         with context.autocast():
             logits = model(context.normalize(imgs)).float()
-        chosen = logits
-        true_ids = labels
         if column_ids is not None:
-            chosen = logits[:, column_ids]
-            true_ids = column_ids[labels]
-        top5 = chosen.topk(min(5, chosen.shape[1])).indices
+            logits = logits[:, column_ids]
+        top5 = logits.topk(min(5, logits.shape[1])).indices
         batch_sums = [
-            (chosen.argmax(dim=1) == labels).sum(),
+            (logits.argmax(dim=1) == labels).sum(),
             (top5 == labels[:, None]).sum(),
-            (logits.argmax(dim=1) == true_ids).sum(),
-            F.cross_entropy(chosen, labels, reduction="sum"),
+            F.cross_entropy(logits, labels, reduction="sum"),
         ]
         sums += torch.stack([value.double() for value in batch_sums])
         num_seen += len(labels)
-        num_logits += chosen.numel()
+        num_logits += logits.numel()
     model.train(was_training)
     sums = torch.cat([sums, sums.new_tensor([num_seen, num_logits])])
-    top1, top5, unrestricted, loss, num_seen, num_logits = collectives.all_reduce_sum(sums).tolist()
+    top1, top5, loss, num_seen, num_logits = collectives.all_reduce_sum(sums).tolist()
     if num_seen != num_images:
         raise RuntimeError(f"{num_seen:.0f} images were evaluated instead of {num_images}")
     if not math.isfinite(loss):
@@ -143,8 +139,6 @@ def evaluate(
     scores = accuracies(100 * top1 / num_seen, 100 * top5 / num_seen, num_classes=round(num_logits / num_seen))
     scores["loss"] = loss / num_seen
     scores["num_images"] = num_images
-    if columns is not None:
-        scores["top1_unrestricted"] = 100 * unrestricted / num_seen
     return scores
 
 
