@@ -116,7 +116,7 @@ def state(output_dir) -> dict[str, Any]:
     return contents(newest_checkpoint(output_dir)[0])
 
 
-SHARES = ("data_share", "data_rank", "host_share", "host_rank")
+SHARES = ("data_share", "data_rank", "host_share")
 
 
 def reports(output_dir) -> list[dict[str, Any]]:

@@ -117,9 +117,9 @@ class Clock:
         return time.perf_counter() - self.start
 
     @property
-    def host_seconds(self) -> float:
-        """The time in which this process has not waited, but worked: it gave the device its work."""
-        return self.seconds - self.data_seconds - self.device_seconds
+    def host_share(self) -> float:
+        """The share of the time in which this process has not waited, but worked: it gave the device its work."""
+        return 1 - (self.data_seconds + self.device_seconds) / self.seconds
 
     def lap(self, images_per_step: int) -> dict[str, float]:
         """Returns the rates since the last lap and starts a new one."""
@@ -149,7 +149,6 @@ class RankReport:
     sums: torch.Tensor  # of its meter, on the CPU
     num_bad_images: int  # that its workers have found
     data_seconds: float  # since the last report
-    host_seconds: float
 
 
 class StepReports:
@@ -197,8 +196,8 @@ class StepReports:
             sums=self.meter.sums.cpu(),
             num_bad_images=0 if self.bad_images is None else int(self.bad_images.count_nonzero()),
             data_seconds=self.clock.data_seconds,
-            host_seconds=self.clock.host_seconds,
         )
+        host_share = self.clock.host_share
         ranks = gather_objects(own)
         self.num_bad_images = sum(rank.num_bad_images for rank in ranks)
         since_report, since_epoch = torch.stack([rank.sums for rank in ranks]).sum(dim=0) / len(ranks)
@@ -215,8 +214,10 @@ class StepReports:
         scalars |= means  # of what the update returns
         scalars["lr"] = self.learning_rate(step - 1)
         scalars["skipped_steps"] = self.meter.num_skipped(since_report)
-        scalars |= self._longest_share("data", [rank.data_seconds for rank in ranks])
-        scalars |= self._longest_share("host", [rank.host_seconds for rank in ranks])
+        waits = [rank.data_seconds for rank in ranks]
+        scalars["data_rank"] = waits.index(max(waits))
+        scalars["data_share"] = min(max(waits) / self.clock.seconds, 0.99)  # the ranks' clocks do not start together
+        scalars["host_share"] = host_share  # of rank 0, which has the same work as others
         scalars |= self.clock.lap(self.images_per_step)
         scalars |= memory_scalars(self.device)
         for measure in self.measures:
@@ -244,18 +245,8 @@ class StepReports:
                 self.log.info(f"{warning} ({rates}): {self.data_hint}")
                 self.data_hint = ""
         elif host + data > BUSY_HOST and self.host_hint:
-            where = self._place(scalars["host_rank"])
-            self.log.info(f"note: the host{where} works {host:.0%} of the time, and its GPU waits: {self.host_hint}")
+            self.log.info(f"note: the host works {host:.0%} of the time, and its GPU waits: {self.host_hint}")
             self.host_hint = ""
-
-    def _longest_share(self, name: str, seconds: list[float]) -> dict[str, float]:
-        """Returns the largest of the ranks' seconds as a share of the time, and its rank."""
-        slowest = max(range(len(seconds)), key=seconds.__getitem__)
-        share = seconds[slowest] / self.clock.seconds
-        return {
-            f"{name}_share": min(share, 0.99),  # the ranks' clocks do not start at the same moment
-            f"{name}_rank": slowest,
-        }
 
     def _place(self, rank: int) -> str:
         """Returns, for example, " on rank 3 (node1)", or "" for a single process."""
