@@ -24,30 +24,15 @@ UNSAVED_SECONDS = 60.0  # of training that may be lost if the process is killed 
 MAX_FAILURES = 3  # this many saves in a row that fail end the run
 
 
-class HostCopies:
-    """Makes copies of states on the CPU. Each copy overwrites the one before. device: where most tensors are."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.buffers: dict[tuple[Any, ...], torch.Tensor] = {}  # pinned if they are copied from a GPU
-
-    def take(self, state: Any) -> Any:
-        """Returns `state`, nested dicts and lists, with copies of its tensors."""
-        copy = self._copy(state, ())
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # copies to pinned memory are asynchronous
-        return copy
-
-    def _copy(self, content: Any, place: tuple[Any, ...]) -> Any:
-        if isinstance(content, dict):
-            return {name: self._copy(value, (*place, name)) for name, value in content.items()}
-        if isinstance(content, list):
-            return [self._copy(value, (*place, i)) for i, value in enumerate(content)]
-        if not torch.is_tensor(content):
-            return content
-        if place not in self.buffers:
-            self.buffers[place] = torch.empty_like(content, device="cpu", pin_memory=self.device.type == "cuda")
-        return self.buffers[place].copy_(content, non_blocking=True)
+def copy_on_cpu(content: Any) -> Any:
+    """Returns nested dicts and lists with copies of their tensors. Those from a GPU are pinned, and not awaited."""
+    if isinstance(content, dict):
+        return {name: copy_on_cpu(value) for name, value in content.items()}
+    if isinstance(content, list):
+        return [copy_on_cpu(value) for value in content]
+    if torch.is_tensor(content):
+        return content.to("cpu", non_blocking=True, copy=True)
+    return content
 
 
 @dataclass
@@ -81,9 +66,7 @@ class CheckpointSaver:
         self.model = self.loop.model
         self.schedule = self.loop.schedule
         self.output_dir = self.loop.run.output_dir
-        self.first_step = self.loop.step
-        self.saved_steps = [self.first_step]  # resumed from, or written since; older ones may be pruned
-        self.copies = HostCopies(self.loop.device)
+        self.saved_steps = [self.loop.step]  # resumed from, or written since; older ones may be pruned
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.writing: Write | None = None  # on rank 0, until `join` has seen how it ended
         self.began = time.monotonic()  # the last save
@@ -113,10 +96,7 @@ class CheckpointSaver:
         return time.monotonic() - self.began >= 60 * self.save_minutes
 
     def is_behind(self) -> bool:
-        """Whether training of more than UNSAVED_SECONDS is not saved, nor being saved. For rank 0."""
-        step = self.loop.step
-        if self.is_saved(step) or self.is_being_saved(step):
-            return False
+        """Whether the last save was more than UNSAVED_SECONDS ago. For rank 0."""
         return time.monotonic() - self.began > UNSAVED_SECONDS
 
     def save(self, final: bool = False) -> None:
@@ -132,8 +112,7 @@ class CheckpointSaver:
         loop = self.loop
         step = loop.step
         self.expect_a_wait()
-        must_succeed = run_on_rank0(lambda: self.prepare(final))
-        if must_succeed is None:
+        if not run_on_rank0(self.is_needed):
             return
         # Buffers, too: one batch that is not finite ruins the running statistics of a BatchNorm for good.
         num_bad = torch.stack([~tensor.isfinite().all() for tensor in self.model.state_dict().values()]).sum()
@@ -147,66 +126,51 @@ class CheckpointSaver:
         }
         self.began = time.monotonic()
         self.expect_a_wait()
-        run_on_rank0(lambda: self.begin_write(step, self.copies.take(state), must_succeed))
+        run_on_rank0(lambda: self.begin_write(step, state))
+        if final:
+            self.finish(required=True)
 
-    def prepare(self, final: bool) -> bool | None:
-        """Waits for the write before the next one. Returns whether the next must succeed; None if none is needed.
-
-        For rank 0.
-        """
+    def is_needed(self) -> bool:
+        """Whether the current step is to be saved, once the write before it is complete. For rank 0."""
         step = self.loop.step
-        if step == self.loop.last_step:
-            changed_at = step
-        else:
-            changed_at = self.step_of_weights()
-        if not final and self.is_being_saved(changed_at):
-            return None
+        if step != self.loop.last_step:
+            step = self.step_of_weights()
         self.join()
-        if self.is_saved(changed_at):
-            return None
-        return final or self.num_failures + 1 >= MAX_FAILURES
+        return step > self.saved_steps[-1]
 
     def save_best(self, info: CheckpointInfo) -> None:
         """Saves the current weights alone, as checkpoint-best.pth. All ranks must call it. info: what it says.
 
         At the end of the run it is complete when this returns. OSError if that fails.
         """
-        self.finish()  # the write before it reads the memory of the copy
-        run_on_rank0(lambda: self.begin_write_of_best(self.copies.take({"model": self.model.state_dict()}), info))
+        self.finish()
+        run_on_rank0(lambda: self.begin_write_of_best(info))
         if self.loop.step == self.loop.last_step:
             self.finish(required=True)
 
-    def is_being_saved(self, step: int) -> bool:
-        """Whether rank 0 writes the weights of `step` now."""
-        if self.writing is None or self.writing.outcome.done():
-            return False
-        return self.writing.file == checkpoint.file_name(step)
-
-    def is_saved(self, step: int) -> bool:
-        """Whether rank 0 has written the weights of `step`."""
-        return step <= self.saved_steps[-1]
-
-    def begin_write(self, step: int, state: Mapping[str, Any], must_succeed: bool) -> None:
-        """Lets the thread write `state` as the checkpoint of `step`, and prune older ones. For rank 0.
-
-        must_succeed: wait for it. OSError if it fails.
-        """
+    def begin_write(self, step: int, state: Mapping[str, Any]) -> None:
+        """Lets the thread write a copy of `state` as the checkpoint of `step`, and prune older ones. For rank 0."""
         info = self.info.at_step(step, self.schedule.steps_per_epoch)
         needed_steps = [*self.steps_since_newest_good(), step]
-        outcome = self.thread.submit(self.write_and_prune, step, state, info, needed_steps)
+        outcome = self.thread.submit(self.write_and_prune, step, self.copy(state), info, needed_steps)
         self.writing = Write(checkpoint.file_name(step), needed_steps, outcome)
         if step == self.schedule.decay_step:
             path = self.output_dir / self.writing.file
             self.loop.log.info(
                 f"note: the decay begins; a run with more --epochs can start at {path}, which is kept (--resume)"
             )
-        if must_succeed:
-            self.join(required=True)
 
-    def begin_write_of_best(self, state: Mapping[str, Any], info: CheckpointInfo) -> None:
-        """Lets the thread write `state` as checkpoint-best.pth. For rank 0."""
-        outcome = self.thread.submit(self.write_best, state, info)
+    def begin_write_of_best(self, info: CheckpointInfo) -> None:
+        """Lets the thread write a copy of the weights as checkpoint-best.pth. For rank 0."""
+        outcome = self.thread.submit(self.write_best, self.copy({"model": self.model.state_dict()}), info)
         self.writing = Write(checkpoint.file_name("best"), self.saved_steps, outcome)
+
+    def copy(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns a copy on the CPU, when it is complete."""
+        copied = copy_on_cpu(state)
+        if self.loop.device.type == "cuda":
+            torch.cuda.current_stream(self.loop.device).synchronize()
+        return copied
 
     def steps_since_newest_good(self) -> list[int]:
         """Returns the saved steps from the newest good one on, or all if none is good."""
@@ -241,9 +205,9 @@ class CheckpointSaver:
             self.saved_steps = writing.needed_steps
             self.num_failures = 0
             return
-        if required or not isinstance(error, OSError):
-            raise error
         self.num_failures += 1
+        if required or self.num_failures == MAX_FAILURES or not isinstance(error, OSError):
+            raise error
         self.loop.log.info(f"warning: {writing.file} could not be written ({error}); training goes on")
 
     def finish(self, required: bool = False) -> None:
