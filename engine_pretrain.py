@@ -64,7 +64,7 @@ def train_one_epoch(
             batch = loop.next_batch(batches, micro)
             forward_backward(model, batch, micro, loop)
         values = update(loop)
-        if loop.graphs is None or not loop.graphs.are_replayed:  # which overwrite the gradients
+        if loop.graphs is None or loop.graphs.replay_update is None:  # which overwrite the gradients
             loop.optimizer.zero_grad(set_to_none=True)
         loop.log_step(values)  # with the losses, every `print_freq` steps
         if loop.should_stop():  # all ranks have agreed

@@ -52,7 +52,7 @@ def wait_for_threads() -> None:
     otherwise (pytorch#179291), and before a fork: until Python 3.12 a new process hangs if another thread was entering
     the interpreter (cpython#112275).
     """
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         time.sleep(0.25)  # NCCL's thread looks for finished collectives every 0.1 s
 
 

@@ -36,7 +36,6 @@ class StepGraphs:
         self.update_weights = update
         self.optimizer = optimizer
         self.num_steps = 0  # of this start
-        self.are_replayed = False
         self.batch: list[Any] = []
         self.losses: dict[str, torch.Tensor] = {}
         self.values: dict[str, torch.Tensor] = {}  # what the update returns
@@ -73,7 +72,6 @@ class StepGraphs:
                 self.values = self.update_weights(loop)
 
             self.replay_update = self.capture(run)
-            self.are_replayed = True
         self.replay_update()
         return self.values
 
