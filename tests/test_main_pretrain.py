@@ -236,14 +236,14 @@ def test_a_run_stopped_inside_an_accumulation_and_an_epoch_resumes_bit_for_bit(p
 
 def test_a_signal_to_a_run_at_its_end_is_noted_alone(photos, tmp_path, monkeypatch):
     """What the signal meant before, a requeue for example, is not for a run that has done all its steps."""
-    finish_run = training_module.finish_run
+    end = training_module.end
     requeued = []
 
     def interrupted(*arguments):
         os.kill(os.getpid(), signal.SIGUSR2)
-        finish_run(*arguments)
+        return end(*arguments)
 
-    monkeypatch.setattr(training_module, "finish_run", interrupted)
+    monkeypatch.setattr(training_module, "end", interrupted)
     previous = signal.signal(signal.SIGUSR2, lambda *_: requeued.append("requeue"))
     try:
         assert main_pretrain.main(pretrain.command(photos, tmp_path, "--epochs", 1)) is True
