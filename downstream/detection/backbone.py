@@ -12,7 +12,7 @@ from timm.models.vision_transformer_sam import window_partition, window_unpartit
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models_vit import PatchEmbed, check_image_size, drop_path_rates, init_weights, layer_norm, patchify
+from models_vit import PatchEmbed, drop_path_rates, init_weights, layer_norm, patchify
 from util.attention import split_heads
 from util.pos_embed import resize_pos_embed, sincos_pos_embed
 
@@ -105,7 +105,6 @@ class MapBlock(nn.Module):
         self,
         dim: int,
         num_heads: int,
-        mlp_ratio: float,
         drop_path: float,
         grid_size: Grid,
         window_size: int = 0,
@@ -118,7 +117,7 @@ class MapBlock(nn.Module):
         self.norm1 = layer_norm(dim)
         self.attn = DecomposedAttention(dim, num_heads, grid_size)
         self.norm2 = layer_norm(dim)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.mlp = Mlp(dim, 4 * dim)
         self.ls1 = LayerScale(dim, init_values=1.0) if layer_scale else nn.Identity()
         self.ls2 = LayerScale(dim, init_values=1.0) if layer_scale else nn.Identity()
         self.drop_path = DropPath(drop_path)
@@ -155,13 +154,12 @@ class ViTDet(nn.Module):
         embed_dim: int = 768,
         depth: int = 12,
         num_heads: int = 12,
-        mlp_ratio: float = 4.0,
         drop_path_rate: float = 0.0,
         layer_scale: bool = False,
     ) -> None:
         super().__init__()
-        check_multiple("input_size", img_size, 4, patch_size)
-        check_multiple("pretrain_size", pretrain_size, 1, patch_size)
+        if img_size % (4 * patch_size):
+            raise ValueError(f"--input_size {img_size} must be a multiple of {4 * patch_size}, 4 patches")
         self.img_size = (img_size, img_size)
         self.patch_size = patch_size
         self.in_chans = in_chans
@@ -182,7 +180,7 @@ class ViTDet(nn.Module):
             side = window_size
             if i in self.global_blocks:
                 side = 0
-            block = MapBlock(embed_dim, num_heads, mlp_ratio, rate, self.map_size, side, layer_scale)
+            block = MapBlock(embed_dim, num_heads, rate, self.map_size, side, layer_scale)
             self.blocks.append(block)
         self.norm: nn.Module = nn.Identity()  # of `forward_features`
         init_weights(self)
@@ -197,7 +195,12 @@ class ViTDet(nn.Module):
 
     def forward(self, imgs: Tensor) -> Tensor:
         """Returns the last block's map [B, D, rows, columns] of normalised images [B, C, H, W], without a norm."""
-        return self.encode(imgs).permute(0, 3, 1, 2).contiguous()
+        x = self.patch_embed(patchify(imgs, self.patch_size))
+        x = x + self.patch_positions
+        x = x.unflatten(1, self.map_size)
+        for block in self.blocks:
+            x = block(x)
+        return x.permute(0, 3, 1, 2).contiguous()
 
     @property
     def patch_positions(self) -> Tensor:
@@ -205,26 +208,10 @@ class ViTDet(nn.Module):
         table = resize_pos_embed(self.pos_embed, self.grid_size, self.map_size)
         return table[:, 1:]
 
-    def encode(self, imgs: Tensor) -> Tensor:
-        """Returns the last block's map [B, rows, columns, D]."""
-        check_image_size(imgs, self.img_size)
-        x = self.patch_embed(patchify(imgs, self.patch_size))
-        x = x + self.patch_positions
-        x = x.unflatten(1, self.map_size)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
     def forward_features(self, imgs: Tensor) -> Tensor:
         """Returns the tokens of `forward` in raster order, [B, N, D]."""
-        return self.norm(self.encode(imgs)).flatten(1, 2)
-
-
-def check_multiple(name: str, size: int, num_patches: int, patch_size: int) -> None:
-    """ValueError unless `size`, the value of the flag `name`, is a multiple of this number of patches."""
-    step = num_patches * patch_size
-    if size < step or size % step:
-        raise ValueError(f"--{name} {size} must be a multiple of {step}, with patches of {patch_size} pixels")
+        tokens = self(imgs).flatten(2).transpose(1, 2)
+        return self.norm(tokens)
 
 
 def upsample_and_halve(width: int) -> nn.ConvTranspose2d:
@@ -265,7 +252,7 @@ class SimpleFeaturePyramid(nn.Module):
         )
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """Returns five maps, the finest first, of a map [B, D, rows, columns]."""
-        maps = [stage(x) for stage in self.stages]
+        """Returns five float32 maps, the finest first, of a map [B, D, rows, columns]."""
+        maps = [stage(x).float() for stage in self.stages]  # in bfloat16 anchors would be several pixels off
         coarsest = F.max_pool2d(maps[-1], kernel_size=1, stride=2)
         return [*maps, coarsest]

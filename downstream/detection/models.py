@@ -24,18 +24,10 @@ from downstream.detection.backbone import SimpleFeaturePyramid, ViTDet
 from encoders.kinds import choose_traits
 
 BOX_GRID = 7  # side of the features of a box
-MASK_GRID = 14  # side of the features of a mask
+MASK_GRID = 14  # side of the features of a mask, which has twice as many pixels
 
 Target = dict[str, Tensor]  # boxes [n, 4], labels int64 [n] from 1 on, masks uint8 [n, H, W]
 DetectedBoxes = dict[str, Tensor]  # boxes [n, 4], labels [n], scores [n], masks [n, 28, 28]: probabilities in a box
-
-
-class AnchorsInFloat32(AnchorGenerator):
-    """Torchvision's anchors, in float32 for maps of any type. In bfloat16 they would be several pixels off."""
-
-    def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
-        first, *others = feature_maps
-        return super().forward(image_list, [first.float(), *others])
 
 
 class RPNHeadInFloat32(RPNHead):
@@ -81,7 +73,7 @@ class AlignedRoIPool(nn.Module):
         self.patch_size = patch_size
 
     def forward(self, maps: list[Tensor], boxes: list[Tensor]) -> Tensor:
-        """Returns float32 [R, C, size, size]. maps: four levels [B, C, h, w]. boxes: of each image, in pixels."""
+        """Returns [R, C, size, size]. maps: four levels, float32 [B, C, h, w]. boxes: of each image, in pixels."""
         numbered = []
         for i, box in enumerate(boxes):
             number = torch.full_like(box[:, :1], i)
@@ -92,11 +84,11 @@ class AlignedRoIPool(nn.Module):
         sides = areas.clamp(min=0).sqrt()
         levels = 2 + torch.log2(sides / (14 * self.patch_size) + 1e-8)
         levels = levels.floor().clamp(0, len(maps) - 1)
-        out = rois.new_zeros(len(rois), maps[0].shape[1], self.size, self.size, dtype=torch.float32)
+        out = rois.new_zeros(len(rois), maps[0].shape[1], self.size, self.size)
         for level, features in enumerate(maps):
             is_on_level = levels == level
             out = out + roi_align(  # of an empty box 0, at no cost
-                features.float(),
+                features,
                 torch.where(is_on_level[:, None], rois, 0),
                 self.size,
                 spatial_scale=2.0 ** (2 - level) / self.patch_size,
@@ -115,8 +107,8 @@ class RoIHeadsL1(RoIHeads):
         sizes: list[tuple[int, int]],
         targets: list[Target] | None = None,
     ) -> tuple[list[DetectedBoxes], dict[str, Tensor]]:
-        """Returns (detections, {}) in eval mode, ([], losses) in training."""
-        if not self.training:
+        """Returns (detections, {}) without targets, ([], losses) of training with them."""
+        if targets is None:
             return self.detect(maps, proposals, sizes), {}
         boxes, matched, labels_of_image, offset_targets = self.select_training_samples(proposals, targets)
         logits, offsets = self.predict_boxes(maps, boxes)
@@ -128,23 +120,17 @@ class RoIHeadsL1(RoIHeads):
         box_loss = F.l1_loss(predicted, expected, reduction="sum")
         losses = {
             "class": F.cross_entropy(logits, labels),
-            "box": box_loss / max(1, len(labels)),
+            "box": box_loss / len(labels),
         }
-        if self.has_mask() and targets is not None:
-            num_positive = [(label > 0).sum() for label in labels_of_image]
-            counts = torch.stack(num_positive).tolist()
-            positive_boxes = torch.cat(boxes)[positive].split(counts)
-            object_indices = torch.cat(matched)[positive].split(counts)
-            masks = self.predict_masks(maps, positive_boxes, positive_labels)
-            side = masks.shape[-1]
+        if self.has_mask():
+            positive_boxes = []
             mask_targets = []
-            for target, box, index in zip(targets, positive_boxes, object_indices, strict=True):
-                mask_targets.append(crop_masks(target["masks"], box, index, side))
-            mask_loss = F.binary_cross_entropy_with_logits(
-                masks,
-                torch.cat(mask_targets),
-                reduction="sum",
-            )
+            for target, box, index, label in zip(targets, boxes, matched, labels_of_image, strict=True):
+                is_positive = label > 0
+                positive_boxes.append(box[is_positive])
+                mask_targets.append(crop_masks(target["masks"], box[is_positive], index[is_positive]))
+            masks = self.predict_masks(maps, positive_boxes, positive_labels)
+            mask_loss = F.binary_cross_entropy_with_logits(masks, torch.cat(mask_targets), reduction="sum")
             losses["mask"] = mask_loss / max(1, masks.numel())
         return [], losses
 
@@ -166,13 +152,8 @@ class RoIHeadsL1(RoIHeads):
         logits, offsets = self.predict_boxes(maps, proposals)
         boxes, scores, labels = self.postprocess_detections(logits, offsets, proposals, sizes)
         detections = []
-        for i in range(len(boxes)):
-            detected = {
-                "boxes": boxes[i],
-                "scores": scores[i],
-                "labels": labels[i],
-            }
-            detections.append(detected)
+        for image_boxes, image_scores, image_labels in zip(boxes, scores, labels, strict=True):
+            detections.append({"boxes": image_boxes, "scores": image_scores, "labels": image_labels})
         if self.has_mask():
             masks = self.predict_masks(maps, boxes, torch.cat(labels)).sigmoid()
             counts = [len(image_labels) for image_labels in labels]
@@ -181,15 +162,15 @@ class RoIHeadsL1(RoIHeads):
         return detections
 
 
-def crop_masks(masks: Tensor, boxes: Tensor, index: Tensor, side: int) -> Tensor:
-    """Returns what the boxes [P, 4] show of the masks [n, H, W] with numbers `index` [P], float 0 or 1 [P, side, side].
+def crop_masks(masks: Tensor, boxes: Tensor, index: Tensor) -> Tensor:
+    """Returns what the boxes [P, 4] show of the masks [n, H, W] with numbers `index` [P], float 0 or 1 [P, 28, 28].
 
     A cell is 1 if at least half of it is inside the mask.
     """
     numbers = index.unsqueeze(1).to(boxes)
     rois = torch.cat([numbers, boxes], dim=1)
     maps = masks.unsqueeze(1).to(boxes)
-    shares = roi_align(maps, rois, side, aligned=True).squeeze(1)
+    shares = roi_align(maps, rois, 2 * MASK_GRID, aligned=True).squeeze(1)
     is_inside = shares >= 0.5
     return is_inside.float()
 
@@ -216,7 +197,7 @@ class Detector(nn.Module):
         self.patch_size = self.backbone.patch_size
         self.pyramid = SimpleFeaturePyramid(self.backbone.embed_dim, channels)
         sides = tuple((self.patch_size * 2**level,) for level in (1, 2, 3, 4, 5))
-        anchors = AnchorsInFloat32(sides, ((0.5, 1.0, 2.0),) * len(sides))
+        anchors = AnchorGenerator(sides, ((0.5, 1.0, 2.0),) * len(sides))
         self.rpn = RegionProposalNetworkL1(
             anchors,
             RPNHeadInFloat32(channels, anchors.num_anchors_per_location()[0], conv_depth=2),
@@ -266,7 +247,7 @@ class Detector(nn.Module):
                 nn.init.zeros_(layer.bias)
 
     def forward(self, imgs: Tensor, sizes: list[tuple[int, int]], targets: list[Target] | None = None) -> Any:
-        """Returns {name: loss} in training, the DetectedBoxes of each image in eval mode, in pixels of `imgs`.
+        """Returns {name: loss} with targets, in training, or the DetectedBoxes of each image, in pixels of `imgs`.
 
         imgs: [B, C, S, S], normalised, then padded with zeros at the bottom and the right. sizes: (height, width) of
         each image without the padding.
@@ -274,7 +255,7 @@ class Detector(nn.Module):
         maps = self.pyramid(self.backbone(imgs))
         proposals, rpn_losses = self.rpn(ImageList(imgs, sizes), dict(enumerate(maps)), targets)
         detections, head_losses = self.roi_heads(maps[:4], proposals, sizes, targets)
-        if not self.training:
+        if targets is None:
             return detections
         return {
             "objectness": rpn_losses["loss_objectness"],
@@ -299,13 +280,8 @@ class Detector(nn.Module):
             decay = weight_decay
             if name == "backbone.pos_embed" or ".norm1." in name or ".norm2." in name:
                 decay = 0.0
-            if (layer, decay) not in groups:
-                groups[layer, decay] = {
-                    "params": [],
-                    "lr_scale": layer_decay ** (top - layer),
-                    "weight_decay": decay,
-                }
-            groups[layer, decay]["params"].append(parameter)
+            group = {"params": [], "lr_scale": layer_decay ** (top - layer), "weight_decay": decay}
+            groups.setdefault((layer, decay), group)["params"].append(parameter)
         return list(groups.values())
 
 
@@ -317,20 +293,21 @@ def init_normal(layer: nn.Module, std: float) -> None:
 
 def build_detector(settings: Mapping[str, Any]) -> Detector:
     """Builds the model that `settings` (vars(args), or a checkpoint's) describe."""
-    options: dict[str, Any] = dict(SIZES[settings["model"]])
-    options["pretrain_size"] = options.get("img_size", 224)
-    options["img_size"] = settings["input_size"]
-    options["in_chans"] = settings["in_chans"]
-    options["drop_path_rate"] = settings["drop_path"]
+    sizes: dict[str, Any] = dict(SIZES[settings["model"]])
+    pretrain_size = sizes.pop("img_size", 224)
+    if settings["patch_size"] is not None:
+        sizes["patch_size"] = settings["patch_size"]
     traits = choose_traits(settings, ("num_cls_tokens", "registers", "layer_scale"), "detection")
-    options["layer_scale"] = traits.get("layer_scale", False)  # class tokens are not used
-    for name in ("patch_size", "window_size"):
-        if settings[name] is not None:
-            options[name] = settings[name]
     return Detector(
         num_classes=len(settings["categories"]),
         masks=settings["masks"],
         channels=settings["decoder_channels"],
         num_rois=settings["num_rois"],
-        **options,
+        img_size=settings["input_size"],
+        pretrain_size=pretrain_size,
+        window_size=settings["window_size"],
+        in_chans=settings["in_chans"],
+        drop_path_rate=settings["drop_path"],
+        layer_scale=traits.get("layer_scale", False),  # class tokens are not used
+        **sizes,
     )
