@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torchvision.ops import masks_to_boxes
 
 from downstream.common import scaled_size
-from downstream.detection.annotations import count_beyond, read_coco
+from downstream.detection.annotations import read_coco
 from downstream.detection.masks import decode_mask
 from util.addressed import AUGMENT, addressed_numbers
 from util.data.images import AS_RGB, ImageError, ImageFiles, Reading
@@ -74,9 +74,6 @@ class CocoImages(ImageFiles):
         annotated = group_by_image(content, [category_id for category_id, _ in self.categories], training)
         images = sorted(content["images"], key=lambda image: image["id"])
         notes = []
-        num_beyond = count_beyond(content)
-        if num_beyond:
-            notes.append(f"boxes that reach beyond their image are cut: {num_beyond} of {len(content['annotations'])}")
         if training:
             with_objects = [image for image in images if annotated[image["id"]]]
             num_without = len(images) - len(with_objects)
@@ -104,19 +101,12 @@ class CocoImages(ImageFiles):
         self.bytes = np.frombuffer(b"".join(encoded), np.uint8)
 
     def describe_targets(self) -> list[str]:
-        """Returns the shares of the categories, and the median of the boxes' shorter sides."""
+        """Returns the shares of the categories."""
         counts = Counter({name: 0 for _, name in self.categories})
-        sides = []
         for i in range(len(self)):
             for annotation in self.annotations(i):
                 counts[self.categories[annotation.label - 1][1]] += 1
-                if annotation.box is not None:
-                    left, top, right, bottom = annotation.box
-                    sides.append(min(right - left, bottom - top))
-        return [
-            f"{count_of(self.num_objects, 'object')}, {self.num_masks} with a mask: {list_shares(counts)}",
-            f"shorter sides of the boxes: {np.median(sides):.1f} px in the median",
-        ]
+        return [f"{count_of(self.num_objects, 'object')}, {self.num_masks} with a mask: {list_shares(counts)}"]
 
     def read_header(self, i: int) -> Header:
         pixels, size = super().read_header(i)

@@ -16,25 +16,13 @@ def coco_masks() -> Any:
     return mask
 
 
-def mask_code(segmentation: Any, height: int, width: int) -> Any:
-    """Returns the compressed run-length code of an annotation."""
-    mask = coco_masks()
-    if isinstance(segmentation, list):
-        return mask.merge(mask.frPyObjects(segmentation, height, width))
-    if isinstance(segmentation["counts"], list):
-        return mask.frPyObjects(segmentation, height, width)
-    return segmentation
-
-
 def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
     """Returns the mask of an annotation, uint8 [height, width]."""
-    return coco_masks().decode(mask_code(segmentation, height, width))
+    mask = coco_masks()
+    return mask.decode(mask.segmToRle(segmentation, width, height))
 
 
 def encode_mask(array: np.ndarray) -> dict[str, Any]:
     """Returns the compressed run-length code of a mask, bool [height, width], as COCO's results have it."""
     code = coco_masks().encode(np.asfortranarray(array.astype(np.uint8)))
-    counts = code["counts"]
-    if isinstance(counts, bytes):
-        counts = counts.decode("ascii")
-    return {"size": list(code["size"]), "counts": counts}
+    return {"size": code["size"], "counts": code["counts"].decode("ascii")}

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from downstream.detection.masks import coco_masks, mask_code
+from downstream.detection.masks import coco_masks
 
 # The first six numbers of COCO's summary, in percent. Small, medium and large are areas with bounds 32^2 and 96^2.
 NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
@@ -20,7 +20,7 @@ class AveragePrecision(NamedTuple):
 
 
 def average_precision(
-    truth: Mapping[str, Any],
+    truth: dict[str, Any],
     detections: Sequence[Mapping[str, Any]],
     names: Mapping[int, str],
     kind: str,
@@ -53,25 +53,19 @@ def average_precision(
     return AveragePrecision(scores, of_classes)
 
 
-def complete_truth(truth: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy whose annotations have unique ids from 1 on, an area and `iscrowd`. COCO's own areas are kept.
-
-    A crowd without a segmentation gets its box, inside which detections are ignored.
-    """
-    completed = copy.deepcopy(dict(truth))  # the evaluator writes into it
-    sizes = {image["id"]: (image["height"], image["width"]) for image in truth["images"]}
+def complete_truth(truth: dict[str, Any]) -> dict[str, Any]:
+    """Returns a copy whose annotations have unique ids from 1 on, an area and `iscrowd`. COCO's own areas are kept."""
+    completed = copy.deepcopy(truth)  # the evaluator writes into it
+    mask = coco_masks()
+    sizes = {image["id"]: (image["width"], image["height"]) for image in truth["images"]}
     for number, annotation in enumerate(completed["annotations"], 1):
         annotation["id"] = number
         annotation.setdefault("iscrowd", 0)
-        x, y, width, height = annotation["bbox"]
-        segmentation = annotation.get("segmentation")
-        if annotation.get("area") is None:
-            annotation["area"] = width * height
-            if segmentation:
-                code = mask_code(segmentation, *sizes[annotation["image_id"]])
-                annotation["area"] = float(coco_masks().area(code))
-        if annotation["iscrowd"] and not segmentation:
-            right = x + width
-            bottom = y + height
-            annotation["segmentation"] = [[x, y, right, y, right, bottom, x, bottom]]
+        if "area" in annotation:
+            continue
+        _, _, width, height = annotation["bbox"]
+        annotation["area"] = width * height
+        if annotation.get("segmentation"):
+            code = mask.segmToRle(annotation["segmentation"], *sizes[annotation["image_id"]])
+            annotation["area"] = float(mask.area(code))
     return completed

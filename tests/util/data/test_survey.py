@@ -51,7 +51,7 @@ def test_a_check_reports_each_split_that_the_run_opens(name, data, tmp_path, cap
         "pretrain": "cat 12 (50.0%), dog 12 (50.0%)",
         "finetune": "cat 4 (57.1%), dog 3 (42.9%)",
         "segment": "0 (class 0)",
-        "detect": "px in the median",
+        "detect": "13 objects, 13 with a mask",
     }
     assert expected[name] in out
 
