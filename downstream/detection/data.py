@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from util.data.pixel_format import Header
 from util.data.transforms import Size, mirror, resize
 from util.text import count_of, list_shares
 
+Category = tuple[int, str]  # (id, name)
 DetectionBatch = Sequence[Any]  # of `PadAndStack`
 
 
@@ -53,7 +55,7 @@ class CocoImages(ImageFiles):
     does. `notes` says how many. Otherwise every image of the file is kept. Objects on invalid pixels are kept as they
     are annotated.
 
-    categories: [(id, name)] in the order of the ids. A label is a category's place in it, counted from 1.
+    categories: in the order of the ids. A label is a category's place in it, counted from 1.
     num_objects, num_masks: how many annotations are no crowds, and how many of them have a segmentation.
 
     ValueError for a file that `read_coco` refuses or that has no objects. ImageError, from `check` and `load`, if an
@@ -69,10 +71,11 @@ class CocoImages(ImageFiles):
     ) -> None:
         self.json_path = Path(json_path)
         content = read_coco(self.json_path)
-        categories = sorted(content["categories"], key=lambda category: category["id"])
-        self.categories = [(category["id"], str(category.get("name", category["id"]))) for category in categories]
-        annotated = group_by_image(content, [category_id for category_id, _ in self.categories], training)
-        images = sorted(content["images"], key=lambda image: image["id"])
+        self.categories: list[Category] = []
+        for category in sorted(content["categories"], key=itemgetter("id")):
+            self.categories.append((category["id"], str(category.get("name", category["id"]))))
+        annotated = group_by_image(content, self.categories, training)
+        images = sorted(content["images"], key=itemgetter("id"))
         notes = []
         if training:
             with_objects = [image for image in images if annotated[image["id"]]]
@@ -144,14 +147,14 @@ class CocoImages(ImageFiles):
 
 
 def group_by_image(
-    content: Mapping[str, Any], category_ids: Sequence[int], training: bool
+    content: Mapping[str, Any], categories: Sequence[Category], training: bool
 ) -> dict[int, list[Annotation]]:
     """Returns the annotations of each image in a checked COCO file, by the images' ids.
 
     training: leave out crowds, and boxes without area inside their image.
     """
     sizes = {image["id"]: (image["height"], image["width"]) for image in content["images"]}
-    label_of = {category: label for label, category in enumerate(category_ids, 1)}
+    label_of = {category_id: label for label, (category_id, _) in enumerate(categories, 1)}
     grouped: dict[int, list[Annotation]] = {image_id: [] for image_id in sizes}
     for entry in content["annotations"]:
         image_id = entry["image_id"]
@@ -302,7 +305,8 @@ class LargeScaleJitter:
         boxes = crop.move_boxes(boxes)
         x1, y1, x2, y2 = boxes.unbind(1)
         is_shown = (x2 > x1) & (y2 > y1)
-        return DetectionSample(img, boxes[is_shown], labels[is_shown], no_masks(img))
+        no_masks = torch.zeros(0, *img.shape[1:], dtype=torch.uint8)
+        return DetectionSample(img, boxes[is_shown], labels[is_shown], no_masks)
 
     def draw_crop(self, before: Size, epoch: int, index: int) -> FlipResizeCrop:
         """Draws what is done to an image of the (height, width) `before`."""
@@ -325,34 +329,29 @@ class LargeScaleJitter:
         return range(start, end)
 
 
-def no_masks(img: Tensor) -> Tensor:
-    """Returns the masks of no objects, uint8 [0, h, w]."""
-    return torch.zeros(0, *img.shape[1:], dtype=torch.uint8)
-
-
 class ResizeForDetection:
-    """Resizes an image, so that its longer side has `side` pixels."""
+    """Resizes an image for evaluation, so that its longer side has `side` pixels."""
 
     respects_invalid = True
 
     def __init__(self, side: int) -> None:
         self.side = side
 
-    def __call__(self, img: Tensor, epoch: int = 0, index: int = 0) -> DetectionSample:
-        """Returns [C, h, w] of [C, H, W], and no objects."""
-        height, width = img.shape[1:]
-        size = scaled_size((height, width), self.side)
-        img = resize_valid(partial(resize, size=size, interpolation="bilinear"), img).contiguous()
-        return DetectionSample(
-            img,
-            boxes=torch.zeros(0, 4),
-            labels=torch.zeros(0, dtype=torch.int64),
-            masks=no_masks(img),
-        )
+    def __call__(self, img: Tensor, epoch: int = 0, index: int = 0) -> tuple[Tensor, Size]:
+        """Returns ([C, h, w], (H, W)) of [C, H, W]."""
+        before = (img.shape[1], img.shape[2])
+        size = scaled_size(before, self.side)
+        return resize_valid(partial(resize, size=size, interpolation="bilinear"), img).contiguous(), before
+
+
+def pad_to_side(x: Tensor, side: int) -> Tensor:
+    """Pads [..., h, w] with zeros at the bottom and the right to `side` pixels."""
+    height, width = x.shape[-2:]
+    return F.pad(x, (0, side - width, 0, side - height))
 
 
 class PadAndStack:
-    """Collates samples of different sizes: pads them at the bottom and the right to `side` pixels.
+    """Collates training samples of different sizes: pads them to `side` pixels.
 
     Returns (imgs [B, C, side, side], list of sizes (height, width), list of numbers of objects, and of all images
     together boxes [T, 4], labels [T], masks uint8 [T, side, side]). The lists stay on the host.
@@ -365,13 +364,8 @@ class PadAndStack:
         transformed: list[DetectionSample] = [sample[0] for sample in samples]
         sizes = [tuple(sample.img.shape[-2:]) for sample in transformed]
         counts = [len(sample.labels) for sample in transformed]
-        imgs = torch.stack([self.pad(sample.img) for sample in transformed])
+        imgs = torch.stack([pad_to_side(sample.img, self.side) for sample in transformed])
         boxes = torch.cat([sample.boxes for sample in transformed])
         labels = torch.cat([sample.labels for sample in transformed])
-        masks = torch.cat([self.pad(sample.masks) for sample in transformed])
+        masks = torch.cat([pad_to_side(sample.masks, self.side) for sample in transformed])
         return imgs, sizes, counts, boxes, labels, masks
-
-    def pad(self, x: Tensor) -> Tensor:
-        """Pads [..., h, w] with zeros."""
-        height, width = x.shape[-2:]
-        return F.pad(x, (0, self.side - width, 0, self.side - height))

@@ -2,24 +2,32 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from downstream.detection.annotations import read_coco
-from downstream.detection.data import CocoImages, DetectionBatch, PadAndStack, ResizeForDetection
+from downstream.detection.data import CocoImages, DetectionBatch, ResizeForDetection, pad_to_side
 from downstream.detection.metrics import average_precision
 from downstream.detection.objects import DetectedObject, annotated_objects, coco_results, detections_in_image
-from downstream.detection.pictures import ShownImage, draw_pictures
+from downstream.detection.pictures import TITLES, draw_objects
 from engine_finetune import update
 from util import collectives
 from util.data.datasets import AddressedDataset
 from util.data.pictures import as_picture
-from util.data.transforms import Size
+from util.data.transforms import Size, to_tensor
 from util.evaluate.context import EvalContext, evaluation_batches, share_of_rank
+from util.evaluate.predictions import view_of_one
 from util.evaluate.results import Evaluation
+from util.pictures import table
 from util.run.train.loop import TrainLoop
+
+# Of the heads: of proposals, boxes and masks.
+LAST_LAYERS = (".cls_logits", ".bbox_pred", ".cls_score", ".mask_fcn_logits")
 
 
 def pad_with_zeros(imgs: Tensor, sizes: Sequence[Size]) -> Tensor:
@@ -31,17 +39,13 @@ def pad_with_zeros(imgs: Tensor, sizes: Sequence[Size]) -> Tensor:
 
 
 def split_targets(batch: DetectionBatch) -> tuple[list[Size], list[dict[str, Tensor]]]:
-    """Returns (sizes, targets) of the images of a batch. Targets have masks if the batch has one for each object."""
+    """Returns (sizes, targets) of the images of a batch. Without masks in the batch, those of targets are empty."""
     _, sizes, counts, boxes, labels, masks = batch
-    has_masks = len(masks) == len(labels)
     targets = []
     first = 0
     for count in counts:
         objects = slice(first, first + count)
-        target = {"boxes": boxes[objects], "labels": labels[objects]}
-        if has_masks:
-            target["masks"] = masks[objects]
-        targets.append(target)
+        targets.append({"boxes": boxes[objects], "labels": labels[objects], "masks": masks[objects]})
         first += count
     return sizes, targets
 
@@ -79,15 +83,14 @@ def train_one_epoch(model: nn.Module, batches: Iterator[DetectionBatch], steps: 
 
 @contextmanager
 def count_non_finite(model: nn.Module, device: torch.device) -> Iterator[Tensor]:
-    """Yields the number, so far, of outputs of the heads that are not finite: they would pass for no detections."""
+    """Yields the number, so far, of outputs that are not finite: they would pass for no detections."""
     num_bad = torch.zeros((), dtype=torch.int64, device=device)
 
-    def count(module: nn.Module, args: Any, outputs: Any) -> None:
-        for values in tensors_of(outputs):
-            num_bad.add_(~values.isfinite().all())
+    def count(module: nn.Module, args: Any, outputs: Tensor) -> None:
+        num_bad.add_(~outputs.isfinite().all())
 
-    heads = [module for name, module in model.named_modules() if name.endswith((".head", "_predictor"))]
-    hooks = [head.register_forward_hook(count) for head in heads]
+    layers = [module for name, module in model.named_modules() if name.endswith(LAST_LAYERS)]
+    hooks = [layer.register_forward_hook(count) for layer in layers]
     try:
         yield num_bad
     finally:
@@ -95,26 +98,16 @@ def count_non_finite(model: nn.Module, device: torch.device) -> Iterator[Tensor]
             hook.remove()
 
 
-def tensors_of(outputs: Any) -> Iterator[Tensor]:
-    """Yields the tensors in nested tuples and lists."""
-    if isinstance(outputs, Tensor):
-        yield outputs
-        return
-    for output in outputs:
-        yield from tensors_of(output)
+def detect(model: nn.Module, img: Tensor, size: Size, context: EvalContext) -> list[DetectedObject]:
+    """Returns the objects that a model in eval mode detects in an image, in pixels of that image.
 
-
-def detect(model: nn.Module, batch: DetectionBatch, size: Size, context: EvalContext) -> list[DetectedObject]:
-    """Returns the objects that a model in eval mode detects in the only image of a batch, in pixels of that image.
-
-    size: its (height, width) before it was resized.
+    img, size: of `ResizeForDetection`.
     """
-    imgs, sizes, *_ = batch
-    imgs = context.normalize(imgs.to(context.device, non_blocking=True))
-    imgs = pad_with_zeros(imgs, sizes)
+    resized = (img.shape[1], img.shape[2])
+    imgs = context.normalize(img[None].to(context.device, non_blocking=True))
     with context.autocast():
-        (detections,) = model(imgs, sizes)
-    return detections_in_image(detections, sizes[0], size)
+        (detections,) = model(pad_to_side(imgs, model.img_size[0]), [resized])
+    return detections_in_image(detections, resized, size)
 
 
 @torch.no_grad()
@@ -123,37 +116,34 @@ def detect_all(
     images: CocoImages,
     num_pictures: int,
     context: EvalContext,
-) -> tuple[list[dict[str, Any]], list[ShownImage]]:
-    """Returns (COCO's results of all images, which the ranks share; the first `num_pictures` images of this rank).
+) -> tuple[list[dict[str, Any]], list[list[np.ndarray]]]:
+    """Returns (COCO's results of all images, which the ranks share; panels of TITLES of this rank's first images).
 
     FloatingPointError if outputs of the heads are not finite.
     """
     device = context.device
     side = model.img_size[0]
-    category_ids = [category for category, _ in images.categories]
     dataset = AddressedDataset(images, ResizeForDetection(side))
     indices = range(len(images))
-    loaded = evaluation_batches(dataset, indices, context.one_by_one(), PadAndStack(side), largest=(side, side))
+    loaded = evaluation_batches(dataset, indices, context.one_by_one(), view_of_one, (side, side))
     results: list[dict[str, Any]] = []
-    shown: list[ShownImage] = []
+    rows: list[list[np.ndarray]] = []
     was_training = model.training
     model.eval()
     with count_non_finite(model, device) as num_bad:
-        for index, batch in zip(share_of_rank(indices).tolist(), loaded, strict=True):
-            height, width = images.sizes[index].tolist()
-            objects = detect(model, batch, (height, width), context)
-            results += coco_results(objects, int(images.ids[index]), category_ids)
-            if len(shown) < num_pictures:
+        for index, (img, size) in zip(share_of_rank(indices).tolist(), loaded, strict=True):
+            objects = detect(model, img, size, context)
+            results += coco_results(objects, int(images.ids[index]), images.categories)
+            if len(rows) < num_pictures:
                 pixels, _ = images.load(index)
-                img = as_picture(torch.from_numpy(pixels).permute(2, 0, 1), context.normalize)
-                shown.append(ShownImage(img, annotated_objects(images, index), objects))
+                picture = as_picture(to_tensor(pixels), context.normalize)
+                truth = annotated_objects(images, index)
+                rows.append([draw_objects(picture, shown, images.categories) for shown in (truth, objects)])
     model.train(was_training)
     if collectives.all_reduce_sum(num_bad) > 0:
         raise FloatingPointError("the outputs of the model are not finite: try --precision fp32, and check --std")
-    results_of_all = []
-    for results_of_rank in collectives.gather_objects(results):
-        results_of_all += results_of_rank
-    return sorted(results_of_all, key=lambda result: result["image_id"]), shown
+    results_of_all = chain.from_iterable(collectives.gather_objects(results))
+    return sorted(results_of_all, key=itemgetter("image_id")), rows
 
 
 def score_results(results: list[dict[str, Any]], images: CocoImages, masks: bool) -> Evaluation:
@@ -179,10 +169,10 @@ def evaluate(model: nn.Module, images: CocoImages, masks: bool, num_pictures: in
 
     masks: score masks, too, which all objects must have. num_pictures: images that are shown.
     """
-    results, shown = detect_all(model, images, num_pictures, context)
+    results, rows = detect_all(model, images, num_pictures, context)
     evaluation = collectives.run_on_rank0(lambda: score_results(results, images, masks))
     rank, _ = collectives.rank_and_world_size()
     picture = None
-    if shown and rank == 0:
-        picture = draw_pictures(shown, [name for _, name in images.categories])
+    if rows and rank == 0:
+        picture = table(rows, TITLES)
     return evaluation._replace(picture=picture)

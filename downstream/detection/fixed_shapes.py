@@ -2,11 +2,11 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.rpn import concat_box_prediction_layers
 from torchvision.ops import clip_boxes_to_image, nms
 
+from downstream.detection.data import pad_to_side
 from downstream.detection.models import Detector
 from util.data.transforms import Size
 
@@ -27,10 +27,8 @@ class FixedShapes(nn.Module):
 
     def forward(self, imgs: Tensor) -> dict[str, Tensor]:
         model = self.detector
-        height, width = imgs.shape[2:]
-        size = height, width
-        side = model.img_size[0]
-        padded = F.pad(imgs, (0, side - width, 0, side - height))
+        size = (imgs.shape[2], imgs.shape[3])
+        padded = pad_to_side(imgs, model.img_size[0])
         maps = model.pyramid(model.backbone(padded))
         proposals, is_proposal = self.propose(padded, maps, size)
         return self.detect(maps[:4], proposals, is_proposal, size)

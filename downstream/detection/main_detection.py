@@ -122,7 +122,14 @@ FLAGS = {  # {title in the help: flags of detection}
     ),
     "optimisation": (
         Flag("num_rois", int, help="boxes of an image that are sampled for the losses of the heads", at_least=1),
-        Flag("lr_drops", float, help="shares of --num_iters after which the rate is divided by 10", nargs="*"),
+        Flag(
+            "lr_drops",
+            float,
+            help="shares of --num_iters after which the rate is divided by 10",
+            nargs="*",
+            at_most=1,
+            above=0,
+        ),
     ),
 }
 
@@ -147,8 +154,6 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
 def check_flags(args: argparse.Namespace, plan: Plan) -> None:
     """ValueError if a flag of detection, or a pair of them, is out of range, or if a library is missing."""
     common.check_shared_flags(args, "detection")
-    if not all(0 < share <= 1 for share in args.lr_drops):
-        raise ValueError(f"--lr_drops must be shares in (0, 1], got {args.lr_drops}")
     if args.max_bad_fraction:
         raise ValueError("--max_bad_fraction is not for detection, where an image has its own boxes: leave it out")
     coco_masks()
@@ -203,7 +208,7 @@ def describe_scores(scores: Mapping[str, Any]) -> str:
         if f"{name}_ap" in scores:
             ap = f"AP {name} {scores[f'{name}_ap']:.2f} %"
             parts.append(f"{ap} ({scores[f'{name}_ap50']:.2f} at IoU .5, {scores[f'{name}_ap75']:.2f} at .75)")
-    return f"{', '.join(parts) or 'no objects'} on {count_of(int(scores['num_images']), 'image')}"
+    return f"{', '.join(parts)} on {count_of(int(scores['num_images']), 'image')}"
 
 
 def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
@@ -262,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             normalize = Normalize(*statistics, images.pixel_format).to(run.process.device)
             loop = TrainLoop(run, model_in_ddp, optimizer, schedule, normalize, log, state)
             if args.check_data:
-                return end_check(loop, dataset, partial(draw_sample, names=[name for _, name in images.categories]))
+                return end_check(loop, dataset, partial(draw_sample, categories=images.categories))
 
             saver = CheckpointSaver(loop, info)
             evaluate_val = partial(evaluate, model, val_images, val_masks, args.num_pictures)

@@ -1,6 +1,6 @@
 """The objects of an image, as a model detects them or as they are annotated."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from downstream.detection.data import CocoImages
+from downstream.detection.data import Category, CocoImages
 from downstream.detection.masks import decode_mask, encode_mask
 from util.data.transforms import Size
-
-MASKS_AT_ONCE = 16  # that are pasted together
 
 
 class DetectedObject(NamedTuple):
@@ -32,22 +30,14 @@ def paste_masks(masks: Tensor, boxes: Tensor, size: Size) -> np.ndarray:
     height, width = size
     rows = torch.arange(height, device=boxes.device) + 0.5
     columns = torch.arange(width, device=boxes.device) + 0.5
-    pasted = [np.zeros((0, height, width), bool)]
-    parts = zip(
-        masks.split(MASKS_AT_ONCE),
-        boxes.split(MASKS_AT_ONCE),
-        strict=True,
-    )
-    for probabilities, box in parts:
-        x1, y1, x2, y2 = box[:, :, None].unbind(1)  # each [n, 1]
+    pasted = np.zeros((len(masks), height, width), bool)
+    for number, (x1, y1, x2, y2) in enumerate(boxes):
         x = (columns - x1) / (x2 - x1) * 2 - 1
         y = (rows - y1) / (y2 - y1) * 2 - 1
-        x, y = torch.broadcast_tensors(x[:, None, :], y[:, :, None])
-        places = torch.stack([x, y], dim=3)  # [n, height, width, 2]
-        values = F.grid_sample(probabilities[:, None].float(), places, align_corners=False)
-        is_set = values[:, 0] >= 0.5
-        pasted.append(is_set.cpu().numpy())
-    return np.concatenate(pasted)
+        places = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=2)  # [height, width, 2]
+        values = F.grid_sample(masks[None, None, number], places[None], align_corners=False)
+        pasted[number] = (values[0, 0] >= 0.5).cpu().numpy()
+    return pasted
 
 
 def detections_in_image(detections: Mapping[str, Tensor], resized: Size, size: Size) -> list[DetectedObject]:
@@ -56,15 +46,13 @@ def detections_in_image(detections: Mapping[str, Tensor], resized: Size, size: S
     scale_x = size[1] / resized[1]
     boxes = detections["boxes"]
     boxes = boxes * torch.tensor([scale_x, scale_y] * 2, device=boxes.device)
-    masks: Sequence[np.ndarray | None] = [None] * len(boxes)
+    masks: Iterable[np.ndarray | None] = [None] * len(boxes)
     if "masks" in detections:
-        masks = list(paste_masks(detections["masks"], boxes, size))
+        masks = paste_masks(detections["masks"], boxes, size)
     labels = detections["labels"].tolist()
     scores = detections["scores"].tolist()
-    objects = []
-    for box, label, score, mask in zip(boxes.tolist(), labels, scores, masks, strict=True):
-        objects.append(DetectedObject(box, label, score, mask))
-    return objects
+    fields = zip(boxes.tolist(), labels, scores, masks, strict=True)
+    return [DetectedObject(box, label, score, mask) for box, label, score, mask in fields]
 
 
 def annotated_objects(images: CocoImages, index: int) -> list[DetectedObject]:
@@ -81,14 +69,17 @@ def annotated_objects(images: CocoImages, index: int) -> list[DetectedObject]:
     return objects
 
 
-def coco_results(objects: Sequence[DetectedObject], image_id: int, category_ids: Sequence[int]) -> list[dict[str, Any]]:
+def coco_results(
+    objects: Sequence[DetectedObject], image_id: int, categories: Sequence[Category]
+) -> list[dict[str, Any]]:
     """Returns the detections of an image in COCO's format of results."""
     results = []
     for detected in objects:
         x1, y1, x2, y2 = detected.box
+        category_id, _ = categories[detected.label - 1]
         result: dict[str, Any] = {
             "image_id": image_id,
-            "category_id": category_ids[detected.label - 1],
+            "category_id": category_id,
             "score": detected.score,
             "bbox": [x1, y1, x2 - x1, y2 - y1],
         }

@@ -8,21 +8,19 @@ pycocotools and others load both: `COCO("images.json").loadRes("detections.json"
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from downstream.detection.data import DetectionSample, PadAndStack, ResizeForDetection
+from downstream.detection.data import Category, ResizeForDetection
 from downstream.detection.engine_detection import count_non_finite, detect
 from downstream.detection.objects import DetectedObject, coco_results
-from downstream.detection.pictures import MIN_SCORE, draw_objects
+from downstream.detection.pictures import draw_objects
 from encoders.trained import Trained
 from util.data.images import EncodedImages
 from util.data.pictures import as_picture
-from util.data.transforms import Size, to_tensor
+from util.data.transforms import to_tensor
 from util.evaluate.context import EvalContext
 from util.evaluate.predictions import Results, name_of, output_paths, readable_batches, view_of_one
 from util.pictures import save
@@ -32,48 +30,25 @@ DETECTIONS = "detections.json"
 IMAGES = "images.json"
 
 
-class Seen(NamedTuple):
-    """An image as the model sees it, and its own size."""
+def choose_ids(images: EncodedImages, path: str | None) -> list[int]:
+    """Returns the id of each image: its place, from 1, or that in a COCO-style JSON file.
 
-    sample: DetectionSample
-    size: Size
-
-
-class View:
-    """Resizes an image [C, H, W] as stored for the model."""
-
-    respects_invalid = True
-
-    def __init__(self, side: int) -> None:
-        self.resize = ResizeForDetection(side)
-
-    def __call__(self, img: Tensor, epoch: int, index: int) -> Seen:
-        return Seen(self.resize(img), (img.shape[1], img.shape[2]))
-
-
-def choose_ids(images: EncodedImages, path: str | None) -> dict[str, int]:
-    """Returns the id of each image by its name: its place, from 1, or that in a COCO-style JSON file.
-
-    The file may have no annotations. ValueError if it has another format, lacks images, or names one twice.
+    The file may have no annotations. ValueError if it has another format or lacks images.
     """
-    names = [name_of(images, i) for i in range(len(images))]
     if path is None:
-        return {name: i for i, name in enumerate(names, 1)}
+        return list(range(1, 1 + len(images)))
     try:
         entries = json.loads(Path(path).read_bytes())["images"]
         known = {image["file_name"]: image["id"] for image in entries}
-        ids = {name: known[name] for name in names}
+        return [known[name_of(images, i)] for i in range(len(images))]
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"--image_ids {path!r} is no JSON file with `images`, each with an `id` and a `file_name`: {error!r}"
         ) from error
-    if len(known) < len(entries) or len(set(ids.values())) < len(ids):
-        raise ValueError(f"--image_ids {path!r} names an image twice, or gives two images one id")
-    return ids
 
 
 class Detections:
-    """Predicts and writes the objects of images. ids: of each image, by its name."""
+    """Predicts and writes the objects of images. ids: of the images."""
 
     def __init__(
         self,
@@ -81,11 +56,11 @@ class Detections:
         images: EncodedImages,
         out: Path,
         context: EvalContext,
-        ids: Mapping[str, int],
+        ids: Sequence[int],
         num_pictures: int = 0,
     ) -> None:
         self.model = trained.model.to(context.device)
-        self.categories: Sequence[tuple[int, str]] = trained.settings["categories"]
+        self.categories: Sequence[Category] = trained.settings["categories"]
         self.images = images
         self.out = out
         self.context = context
@@ -101,13 +76,12 @@ class Detections:
     def write_missing(self) -> None:
         """Predicts the images that are missing, and writes both files. FloatingPointError if outputs are not finite."""
         side = self.model.img_size[0]
-        category_ids = [category for category, _ in self.categories]
-        stack = PadAndStack(side)
+        view = ResizeForDetection(side)
         context = self.context.one_by_one()
         with count_non_finite(self.model, context.device) as num_bad:
-            batches = readable_batches(self.images, View(side), self.missing(), context, view_of_one, (side, side))
-            for (i,), seen in batches:
-                objects = detect(self.model, stack([(seen.sample,)]), seen.size, context)
+            batches = readable_batches(self.images, view, self.missing(), context, view_of_one, (side, side))
+            for (i,), (img, size) in batches:
+                objects = detect(self.model, img, size, context)
                 if num_bad > 0:
                     raise FloatingPointError(
                         f"the outputs of the model are not finite for {self.images.path(i)!r}: try --precision "
@@ -115,29 +89,26 @@ class Detections:
                     )
                 if i < self.num_pictures:
                     self.write_picture(i, objects)
-                results = coco_results(objects, self.ids[name_of(self.images, i)], category_ids)
-                self.results.add(i, {"size": list(seen.size), "results": results})
+                results = coco_results(objects, self.ids[i], self.categories)
+                self.results.add(i, {"size": list(size), "results": results})
         self.join()
 
     def write_picture(self, i: int, objects: Sequence[DetectedObject]) -> None:
         """Reads an image again, and writes a picture of its likely objects."""
-        likely = [detected for detected in objects if (detected.score or 0) >= MIN_SCORE]
-        names = [name for _, name in self.categories]
         path = self.picture_paths[i]
         path.parent.mkdir(parents=True, exist_ok=True)
         pixels, _ = self.images.load(i)
         picture = as_picture(to_tensor(pixels), self.context.normalize)
-        save(draw_objects(picture, likely, names), path)
+        save(draw_objects(picture, objects, self.categories), path)
 
     def join(self) -> None:
         """Writes the results of all images, and the images."""
         images = []
         results = []
         for i, found in self.results.by_index.items():
-            name = name_of(self.images, i)
-            image_id = self.ids[name]
+            image_id = self.ids[i]
             height, width = found["size"]
-            images.append({"id": image_id, "file_name": name, "height": height, "width": width})
+            images.append({"id": image_id, "file_name": name_of(self.images, i), "height": height, "width": width})
             for result in found["results"]:
                 results.append({**result, "image_id": image_id})
         images.sort(key=lambda image: image["id"])

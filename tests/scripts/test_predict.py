@@ -533,8 +533,7 @@ def places(classified, segmented, detected, shapes, labelled, tmp_path):  # noqa
     (tmp_path / "one_stem").mkdir()
     for name in ("a.png", "a.jpg"):
         write_photo(tmp_path / "one_stem" / name)
-    images = [{"id": 1, "file_name": f"{i:03d}.png"} for i in range(5)]
-    (tmp_path / "twice.json").write_text(json.dumps({"images": images}))
+    (tmp_path / "no_images.json").write_text(json.dumps({"images": []}))
     folders = {"run": classified, "segmented": segmented, "detected": detected, "tmp": tmp_path}
     return folders | {"data": labelled / "val", "shapes": shapes / "val2017"}
 
@@ -548,7 +547,7 @@ def places(classified, segmented, detected, shapes, labelled, tmp_path):  # noqa
         ("{run} {data} --output_dir {data}/o", "--output_dir"),
         ("{run} {data} --output_dir {tmp}/o --keep_size", "--keep_size"),
         ("{run} {data} --output_dir {tmp}/o --image_ids x", "--image_ids"),
-        ("{detected} {shapes} --output_dir {tmp}/o --image_ids {tmp}/twice.json", "--image_ids"),
+        ("{detected} {shapes} --output_dir {tmp}/o --image_ids {tmp}/no_images.json", "--image_ids"),
         ("{run} {run}/checkpoint-3.pth --output_dir {tmp}/o", "checkpoint-3.pth"),
         ("{segmented} {data} --output_dir {tmp}/labels", "--output_dir"),
         ("{segmented} {data} --output_dir {segmented}", "--output_dir"),

@@ -225,8 +225,11 @@ def test_five_bands_keep_their_type(tmp_path, dtype):
     assert all(other in (img.tolist(), img.flip(-1).tolist()) for other in found)
     assert img.flip(-1).tolist() in found
     assert all(never(img, epoch, 0).img.tolist() == img.tolist() for epoch in range(8))
-    assert ResizeForDetection(56)(img).tolist() == img.tolist()
-    assert ResizeForDetection(84)(img).shape[1:] in ((60, 84), (84, 60))
+    same, size = ResizeForDetection(56)(img)
+    assert same.tolist() == img.tolist()
+    assert size == img.shape[1:]
+    enlarged, _ = ResizeForDetection(84)(img)
+    assert enlarged.shape[1:] in ((60, 84), (84, 60))
 
 
 # --------------------------------------------------------------------------------------------------------- detections
