@@ -10,7 +10,6 @@ image's type, whose last channel is the label map. IGNORE marks pixels without a
 
 import io
 import os
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch.nn import functional as F
 from downstream.common import scaled_size
 from util.addressed import AUGMENT, addressed_numbers
 from util.data.decode import PILLOW_ERRORS, has_16_bits, open_image, refuse_unlike_rgb
-from util.data.folders import list_images, note_unread, spelling, split_of
+from util.data.folders import list_images, spelling, split_of
 from util.data.images import AS_RGB, ImageError, ImageFiles, Reading, evenly_spaced, read_file
 from util.data.invalid_pixels import invalid_everywhere, resize_valid
 from util.data.transforms import TRIES, Size, mirror
@@ -116,21 +115,16 @@ class SegmentationImages(ImageFiles):
         self.colors: dict[int, list[int]] = {}  # of values, in palettes
         image_root = folder_of_split(Path(data_path) / "images", split)
         self.label_root = folder_of_split(Path(data_path) / "annotations", split)
-        unread: Counter[str] = Counter()
-        images = by_stem(image_root, list_images(image_root, "", unread))
-        label_files = list_images(self.label_root, "", Counter())
+        images = by_stem(image_root, list_images(image_root, ""))
+        label_files = list_images(self.label_root, "")
         labels = by_stem(self.label_root, [name for name in label_files if name.lower().endswith(LABEL_ENDINGS)])
-        notes = note_unread(unread)
         unpaired = sorted(images.keys() ^ labels.keys())
-        problem = ""
         if not images:
-            problem = f"{str(image_root)!r} holds no images"
-        elif unpaired:
-            problem = f"only one of {str(image_root)!r} and {str(self.label_root)!r} has {shorten(unpaired)}"
-        if problem:
-            raise ValueError("; ".join([problem, *notes]))
+            raise ValueError(f"{str(image_root)!r} holds no images")
+        if unpaired:
+            raise ValueError(f"only one of {str(image_root)!r} and {str(self.label_root)!r} has {shorten(unpaired)}")
         samples = [(name, 0) for name in images.values()]
-        super().__init__(image_root, samples, classes=[], notes=notes, reading=reading)
+        super().__init__(image_root, samples, classes=[], reading=reading)
         self.label_names = np.array([os.fsencode(labels[stem]) for stem in images])
         if split != "train":
             self.num_checked = len(self)  # an evaluation fails after hours

@@ -168,13 +168,14 @@ HOSTILE = "\x1b]0;owned\x07\udcff"  # would set the title of a terminal; its las
 
 
 def test_names_of_folders_do_not_reach_the_terminal_as_they_are(copied, tmp_path, capsys):
-    data, _ = copied
+    data, cats = copied
     (data / "train" / HOSTILE).mkdir()
     message = pretrain.refused(capsys, data, tmp_path / "out")
     assert r": \x1b]0;owned\x07\udcff" in message
-    (data / "train" / HOSTILE).rename(data / HOSTILE)
+    (cats / "0.jpg").rename(data / "train" / HOSTILE / "0.jpg")
+    (cats / "1.jpg").rename(data / "train" / "1.jpg")
     pretrain(data, tmp_path / "out", "--max_steps", 1)
-    note = r"note: \x1b]0;owned\x07\udcff in"
+    note = r"folders of images (\x1b]0;owned\x07\udcff, cat"
     assert note in (tmp_path / "out" / "log.txt").read_text()
     out = capsys.readouterr().out
     assert note in out

@@ -10,8 +10,8 @@ Names, labels and order of images are those of torchvision's ImageFolder. Beside
 import os
 import re
 import unicodedata
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -21,8 +21,6 @@ from util.text import shorten
 
 SPLIT_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 IMG_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".npy")
-# Endings of images that are not read, which a start names. Of other files, such as .txt, it says nothing.
-UNREAD = (".gif", ".jfif", ".jp2", ".avif", ".heic", ".exr", ".npz", ".dcm", ".nii", ".svs", ".ndpi", ".czi", ".gtif")
 SYSTEM_FOLDERS = ("__MACOSX", "@eaDir")  # made by macOS and by Synology
 DEFAULT_PATH = "data"  # of --data_path
 LAYOUT = (
@@ -45,18 +43,6 @@ def is_hidden(name: str) -> bool:
 
 def is_image(name: str) -> bool:
     return name.lower().endswith(IMG_EXTENSIONS)
-
-
-def count_endings(names: Iterable[str]) -> Counter[str]:
-    return Counter(os.path.splitext(name)[1].lower() for name in names)
-
-
-def note_unread(endings: Counter[str]) -> list[str]:
-    """Returns a note on files that are not read and whose endings are those of images."""
-    kinds = [f"{number} {ending}" for ending, number in endings.most_common() if ending in UNREAD]
-    if not kinds:
-        return []
-    return [f"note: not read: {shorten(kinds, 5)}"]
 
 
 # ------------------------------------------------------------------------------------------------------------ splits
@@ -108,7 +94,6 @@ class Listing:
     folders: list[str] = field(default_factory=list)
     images: list[str] = field(default_factory=list)
     tars: list[str] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
 
     def readable_tars(self) -> list[Path]:
         """Returns the tars if there are no other images: folders and image files come before tars."""
@@ -132,8 +117,6 @@ def list_folder(path: Path) -> Listing:
                 listing.images.append(entry.name)
             elif entry.name.endswith(".tar"):
                 listing.tars.append(entry.name)
-            else:
-                listing.others.append(entry.name)
     return listing
 
 
@@ -178,7 +161,7 @@ def find_files(data_path: str | Path, split: str = "train", labelled: bool = Fal
         by_split[split_of(name)].append(name)
     for name in listing.tars:
         by_split[split_of_tar(name)].append(name)
-    no_split = by_split.pop(None, [])
+    by_split.pop(None, None)
     chosen = choose_split(by_split, split, labelled)
     if chosen is None:
         if labelled or by_split:
@@ -198,9 +181,6 @@ def find_files(data_path: str | Path, split: str = "train", labelled: bool = Fal
     if len(folders) > 1:
         raise ValueError(f"--data_path {str(path)!r} holds {' and '.join(folders)} for {chosen}: rename all but one")
     notes = note_stand_in(f"{folder}/", chosen, split)
-    others = [name for name in no_split if name in listing.folders]
-    if others and not labelled:
-        notes.append(f"note: {shorten(others)} in {str(path)!r} is not read: only {folder}/ is")
     return SplitFiles(path / folder, list_folder(path / folder).readable_tars(), notes)
 
 
@@ -213,7 +193,7 @@ def refuse_split_words(listing: Listing) -> None:
 
 
 class Samples(NamedTuple):
-    """The images of a folder: (path relative to it, label). notes: on files that are not read, for the log."""
+    """The images of a folder: (path relative to it, label). notes: for the log."""
 
     classes: list[str]
     samples: list[tuple[str, int]]
@@ -230,8 +210,7 @@ def find_samples(data_path: str | Path, labelled: bool = False) -> Samples:
     if not root.is_dir():
         raise ValueError(f"{place} is not a folder; {LAYOUT}")
     listing = list_folder(root)
-    unread = count_endings(listing.others)
-    images_of = {name: list_images(root, name, unread) for name in listing.folders}
+    images_of = {name: list_images(root, name) for name in listing.folders}
     with_images = [name for name, images in images_of.items() if images]
     empty = [name for name, images in images_of.items() if not images]
     if not with_images and not listing.images:
@@ -241,7 +220,7 @@ def find_samples(data_path: str | Path, labelled: bool = False) -> Samples:
         if labelled:
             raise ValueError(f"{named}: move one of them away")
         samples = [(image, 0) for image in [*listing.images, *chain.from_iterable(images_of.values())]]
-        return Samples([], samples, [f"note: {named}, so no image has a class", *note_unread(unread)])
+        return Samples([], samples, [f"note: {named}, so no image has a class"])
     if with_images and empty:
         raise ValueError(f"{place} has classes without an image: {shorten(empty, 10)}")
     if labelled and not with_images:
@@ -249,7 +228,7 @@ def find_samples(data_path: str | Path, labelled: bool = False) -> Samples:
     samples = [(image, 0) for image in listing.images]
     for label, name in enumerate(with_images):
         samples += [(image, label) for image in images_of[name]]
-    return Samples(with_images, samples, note_unread(unread))
+    return Samples(with_images, samples, [])
 
 
 def spelling(name: str) -> str:
@@ -257,10 +236,10 @@ def spelling(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-def list_images(root: Path, name: str, unread: Counter[str]) -> list[str]:
+def list_images(root: Path, name: str) -> list[str]:
     """Returns the images in ROOT/`name` and all folders below it, relative to ROOT, in torchvision's order.
 
-    name: "" for all of ROOT. unread: counts the endings of all other files.
+    name: "" for all of ROOT.
 
     Links are followed, but each folder is read once. So a link that leads back to a parent folder ends.
     """
@@ -275,15 +254,8 @@ def list_images(root: Path, name: str, unread: Counter[str]) -> list[str]:
             continue
         seen.add(real)
         folders[:] = sorted(folder for folder in folders if not is_hidden(folder))
-        images: list[str] = []
-        others: list[str] = []
-        for file in sorted(files):
-            if is_image(file) and not is_hidden(file):
-                images.append(file)
-            elif not is_hidden(file):
-                others.append(file)
+        images = [file for file in sorted(files) if is_image(file) and not is_hidden(file)]
         images_of[os.path.relpath(path, root)] = images
-        unread.update(count_endings(others))
     paths: list[str] = []
     for folder in sorted(images_of):
         for image in images_of[folder]:

@@ -94,11 +94,9 @@ class InvalidPixels:
         return counts
 
     @property
-    def to_rgb(self) -> bool | None:
-        """Whether files become RGB, see `pixel_format.read_header`: never if their number of bands has a meaning."""
-        if self.bands or self.mask_band is not None:
-            return False
-        return None
+    def keep_bands(self) -> bool:
+        """Whether files never become RGB, see `pixel_format.read_header`: their number of bands has a meaning."""
+        return bool(self.bands) or self.mask_band is not None
 
     def read_header(self, source: str | os.PathLike[str] | BytesIO, in_chans: int) -> Header:
         """Reads the format and the size of a file's image. The errors are those of `pixel_format.read_header`."""
@@ -114,7 +112,7 @@ class InvalidPixels:
         problem = ""
         for count in counts:
             try:
-                file_format, size = read_header(source, count, self.to_rgb)
+                file_format, size = read_header(source, count, self.keep_bands)
             except FormatError as error:
                 problem = problem or str(error)
                 continue
@@ -132,7 +130,7 @@ class InvalidPixels:
         file_format, _ = self._read_file_header(BytesIO(data), expected.channels)
         if file_format.dtype != expected.dtype:
             raise ValueError(f"it has {file_format}, other images have {expected}")
-        array = read_pixels(data, file_format, reference, may_hold_nan=True, to_rgb=self.to_rgb)
+        array = read_pixels(data, file_format, reference, may_hold_nan=True, keep_bands=self.keep_bands)
         return self.mark(array, expected.channels)
 
     def mark(self, array: np.ndarray, in_chans: int) -> np.ndarray:

@@ -13,10 +13,8 @@ from util.data.transforms import Normalize
 from util.pictures import PAPER, as_rgb, save, table, write_lines
 
 PANEL = 384  # side of a panel in pixels
-NUM_SAMPLES = 11  # with the histograms a full last row
+NUM_SAMPLES = 12
 COLUMNS = 4
-BINS = 64
-BAR = (170, 200, 230)
 
 
 def panel(picture: np.ndarray) -> np.ndarray:
@@ -44,37 +42,19 @@ def as_picture(img: torch.Tensor, normalize: Normalize) -> np.ndarray:
 def write_samples(
     path: Path, dataset: AddressedDataset, normalize: Normalize, draw_target: Callable[..., np.ndarray] | None
 ) -> None:
-    """Draws evenly spaced training samples as the model sees them in the first epoch, and histograms of their channels.
+    """Draws evenly spaced training samples as the model sees them in the first epoch.
 
     draw_target: `draw_target(picture uint8 [h, w, 3], sample)` returns a panel; None writes the name of the class.
     """
     images = dataset.images
     panels = []
-    channels = []
     for i in evenly_spaced(len(images), NUM_SAMPLES).tolist():
         view, label, *_ = dataset[0, i]
         img = view if torch.is_tensor(view) else view[0]
-        channels.append(img.flatten(1)[:, ::17].numpy())
         picture = as_picture(img, normalize)
         if draw_target is None:
             panels.append(write_lines(panel(picture), dict.fromkeys(images.classes[label : label + 1], PAPER)))
         else:
             panels.append(draw_target(picture, view))
-    panels.append(draw_histograms(np.concatenate(channels, axis=1)))
     rows = [panels[first : first + COLUMNS] for first in range(0, len(panels), COLUMNS)]
     save(table(rows, ["training samples"]), path)
-
-
-def draw_histograms(channels: np.ndarray) -> np.ndarray:
-    """Draws a strip for each channel of [C, n], under its text. Heights are roots of counts. Returns a panel."""
-    strips = []
-    height = max(2, PANEL // max(12, len(channels)))
-    for number, values in enumerate(channels):
-        is_invalid = np.isnan(values)
-        counts, edges = np.histogram(values[~is_invalid], BINS)
-        shares = np.sqrt(counts / counts.max(initial=1)).repeat(PANEL // BINS)
-        is_bar = shares * height / 2 > np.arange(height)[::-1, None]
-        strip = np.where(is_bar[:, :, None], BAR, 255).astype(np.uint8)
-        text = f"channel {number}: {edges[0]:.4g} to {edges[-1]:.4g}, {is_invalid.mean():.0%} invalid"
-        strips.append(write_lines(strip, {text: PAPER}))
-    return panel(np.concatenate(strips))

@@ -105,14 +105,13 @@ RGB8 = PixelFormat(3, "uint8")
 Header = tuple[PixelFormat, tuple[int, int]]  # format and (height, width) of an image
 
 
-def read_header(source: str | os.PathLike[str] | io.BytesIO, in_chans: int = 3, to_rgb: bool | None = None) -> Header:
+def read_header(source: str | os.PathLike[str] | io.BytesIO, in_chans: int, keep_bands: bool = False) -> Header:
     """Reads the format and the (height, width) of an image; one of `PILLOW_ERRORS` if they cannot be read.
 
-    source: a path, or the bytes of a file. in_chans: channels that are wanted. The result may have another number.
-    to_rgb: all that Pillow can open is RGB of 8 bits (default: with 3 channels).
+    source: a path, or the bytes of a file. in_chans: channels that are wanted. The result may have another number. With
+    3, all that Pillow can open is RGB of 8 bits, unless files `keep_bands`.
     """
-    if to_rgb is None:
-        to_rgb = in_chans == 3
+    to_rgb = in_chans == 3 and not keep_bands
     with _opened(source) as file:
         start = file.read(len(NPY))
         file.seek(0)
@@ -156,22 +155,20 @@ def read_pixels(
     expected: PixelFormat,
     reference: bool = False,
     may_hold_nan: bool = False,
-    to_rgb: bool | None = None,
+    keep_bands: bool = False,
 ) -> np.ndarray:
     """Decodes a file to [H, W, C] in the `expected` format; one of `PILLOW_ERRORS` if that fails.
 
-    reference: see `decode`. may_hold_nan: the caller checks floats. to_rgb: see `read_header`. ValueError if the file
-    has another format, or if a float is not finite.
+    reference: see `decode`. may_hold_nan: the caller checks floats. keep_bands: see `read_header`. ValueError if the
+    file has another format, or if a float is not finite.
     """
-    if to_rgb is None:
-        to_rgb = expected.channels == 3
-    if to_rgb and expected == RGB8 and not data.startswith(NPY):
+    if expected == RGB8 and not keep_bands and not data.startswith(NPY):
         try:
             return decode(data, reference)
         except UnidentifiedImageError:
             if not data.startswith(TIFF):
                 raise
-    pixel_format, _ = read_header(io.BytesIO(data), expected.channels, to_rgb)
+    pixel_format, _ = read_header(io.BytesIO(data), expected.channels, keep_bands)
     if pixel_format != expected:
         raise ValueError(f"it has {pixel_format}, other images have {expected}")
     if data.startswith(NPY):

@@ -14,7 +14,7 @@ from tests.downstream.segmentation.pairs import write_pairs
 from tests.runs import finetune, pretrain, refused
 from util.data.images import ImageFiles, Reading
 from util.data.invalid_pixels import InvalidPixels
-from util.data.pictures import BAR, PANEL
+from util.data.pictures import PANEL
 from util.data.survey import describe_pixels
 
 CHECK = "check.png"
@@ -129,10 +129,6 @@ def test_labels_and_invalid_pixels_are_drawn_where_they_are(tmp_path):
     holes = panels[0][192:]
     assert {tuple(color) for color in holes.reshape(-1, 3).tolist()} == {(0, 0, 0), (255, 255, 255)}
     assert 0.4 < holes.mean() / 255 < 0.6
-    bars = (panels[5] == BAR).all(axis=2)
-    strips = bars[: 13 * (PANEL // 13)].reshape(13, PANEL // 13, PANEL)
-    assert strips.any(axis=(1, 2)).all()
-    assert not bars.all(axis=1).all()
 
 
 def test_classes_are_written_on_the_samples(data, tmp_path):
@@ -142,18 +138,6 @@ def test_classes_are_written_on_the_samples(data, tmp_path):
     is_plain = (pixels == pixels[:, -1:, :, -1:]).all(axis=(1, 3, 4))
     assert not is_plain[0, 0]  # the text
     assert is_plain[1:].all()
-
-
-def notes(text, *words):
-    return [line for line in text.splitlines() if line.startswith("note: ") and all(word in line for word in words)]
-
-
-def test_notes_name_their_flags(tmp_path, capsys):
-    root = write_pairs(tmp_path / "pairs", 5)
-    write_pairs(root, 2, "validation")
-    segment.module.main(segment.command(root, tmp_path / "out", "--image_scale", 128, 64, "--check_data"))
-    out = capsys.readouterr().out
-    assert len(notes(out, "2.1 times", "--image_scale")) == 1
 
 
 def test_an_evaluation_has_no_check(capsys, labelled):
