@@ -24,7 +24,6 @@ from recipes import RECIPES
 from util import collectives
 from util.costs import fitting_images, forward_gmac, utilization
 from util.data.datasets import AddressedDataset, StepBatchSampler
-from util.data.images import note_on_small_images
 from util.data.open import open_everywhere
 from util.data.pretrain_augment import make_augmentation
 from util.data.transforms import Normalize
@@ -352,7 +351,6 @@ def main(argv: Sequence[str] | None = None) -> bool:
             model.use_statistics(*statistics)
             for file in model.named_files().values():
                 run.note(file.origin)
-            run.note(*note_on_small_images(images, model.img_size))
             run.load_encoder(first.weights, partial(load_blocks, model, rgb_bands=first.rgb_bands))
             if args.trainable_blocks is not None:
                 freeze_blocks(model, args, has_new_bands=first.rgb_bands is not None)

@@ -275,7 +275,7 @@ def open_and_check(args: argparse.Namespace, split: str, open_split: Callable[[]
         images.check(max_bad_fraction)
         return images
 
-    images = open_once(open_here, split, args.data_path, Path(args.data_path))
+    images = open_once(open_here, split, args.data_path)
     if args.check_data:
         from util.data import survey
 

@@ -43,14 +43,12 @@ from util.data.tars import (
     CHECKSUM,
     INDEX,
     MANIFEST,
-    LocalTars,
     Manifest,
     Rows,
-    TarImages,
     checksums,
     encoded_names,
     join_rows,
-    read_index,
+    open_tars,
     read_manifest,
     scan_tar,
     write_index,
@@ -180,14 +178,15 @@ def pack_split(images: FolderImages, folder: Path, args: argparse.Namespace) -> 
     shards = plan_shards(images, args)
     for leftover in folder.glob(".shard-*.tmp-*"):  # of a killed process
         leftover.unlink()
-    for path in folder.glob("*.tar"):
+    present = sorted(folder.glob("*.tar"))
+    for path in present:
         if path.name not in shards or read_manifest(path) != shards[path.name]:
             problem = f"{path.name}, which holds other files or settings, or is damaged"
             raise ValueError(f"{str(folder)!r} has {problem}: remove it, or choose another DESTINATION")
-    with suppress(ValueError):  # missing, or shards are
-        images_there = TarImages(read_index(index), LocalTars(folder))
-        print(f"{folder}: {count_of(len(images_there), 'image')}, packed already")
-        return
+    if index.exists() and present:
+        with suppress(ValueError):  # it is damaged, or shards are missing
+            print(f"{folder}: {count_of(len(open_tars(present)), 'image')}, packed already")
+            return
     index.unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     tars: list[dict[str, Any]] = []
@@ -203,9 +202,12 @@ def pack_split(images: FolderImages, folder: Path, args: argparse.Namespace) -> 
             parts.append(rows)
     finally:
         pool.shutdown(cancel_futures=True)  # finishes the shards in progress, because workers ignore signals
-    content = {"classes": images.classes, "notes": [], "tars": tars}
-    content |= {"quality": args.quality, "shorter_side": args.shorter_side}
-    write_index(index, join_rows(parts), content)
+    encoding = ""
+    if args.quality is not None:
+        encoding = f"-q{args.quality}"
+    if args.shorter_side is not None:
+        encoding += f"-s{args.shorter_side}"
+    write_index(index, join_rows(parts), {"classes": images.classes, "tars": tars, "encoding": encoding})
     gigabytes = sum(tar["size"] for tar in tars) / 1e9
     packed_images = f"{count_of(len(images), 'image')}, {count_of(len(images.classes), 'class')}"
     print(f"{folder}: {packed_images}, {gigabytes:.2f} GB in {count_of(len(tars), 'shard')}")

@@ -26,7 +26,7 @@ from util import pictures
 from util.atomic import prepare_file
 from util.data.folders import refuse_inside_data
 from util.data.images import Reading, evenly_spaced
-from util.data.open import find_source, open_source
+from util.data.open import find_images
 from util.data.statistics import normalizer
 from util.flag import Flag
 from util.run.cli import Parser
@@ -53,8 +53,8 @@ def show_run(args: argparse.Namespace) -> None:
         image_column = None
     refuse_inside_data("--out", args.out, dataset, data_path)
     reading = Reading.from_settings({"in_chans": 3, **settings, "loader": "fast"})
-    source = find_source(dataset, data_path, "val", reading=reading, image_column=image_column)
-    images = open_source(source)
+    images = find_images(dataset, data_path, "val", reading=reading, image_column=image_column)
+    images.check()
     measured = evenly_spaced(len(images), args.max_images)
     errors_by_name = measure(model, settings, images, measured)
     lines = []

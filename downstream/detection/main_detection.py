@@ -31,7 +31,7 @@ from downstream.recipes import DETECTION_RECIPES, MASK_RCNN_DEFAULTS
 from encoders.load import load_encoder, read_first
 from encoders.trained import load
 from util.data.datasets import AddressedDataset, StepBatchSampler
-from util.data.images import Reading, check_classes, check_splits, note_on_small_images
+from util.data.images import Reading, check_classes, check_splits
 from util.data.transforms import Normalize
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.results import folder_of_eval
@@ -230,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             chosen: dict[str, Any] = {"masks": masks, "categories": [list(category) for category in images.categories]}
             if run.resumed is not None:
                 check_categories(run.resumed.settings["categories"], images, f"the run in {str(run.output_dir)!r}")
-            run.note(*images.notes, *val_images.notes, *note_on_small_images(images, [args.input_size]))
+            run.note(*images.notes, *val_images.notes)
             statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)
 
             torch.manual_seed(args.seed)  # the same initial weights on every rank

@@ -38,7 +38,7 @@ from encoders.trained import load
 from util import collectives
 from util.collectives import print_on_rank0
 from util.data.datasets import AddressedDataset, StepBatchSampler
-from util.data.images import Reading, check_splits, note_on_small_images
+from util.data.images import Reading, check_splits
 from util.data.pixel_format import PixelFormat
 from util.data.transforms import Normalize, Size
 from util.evaluate.evaluator import Evaluator
@@ -260,7 +260,6 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             val_images = open_split(args, "val")
             check_splits(images, val_images)
             run.note(*images.notes, *val_images.notes)
-            run.note(*note_on_small_images(images, args.image_scale, "--image_scale, --input_size and --stride"))
             statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)
 
             torch.backends.cudnn.benchmark = True  # shapes are static

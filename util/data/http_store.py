@@ -8,12 +8,11 @@ import errno
 import os
 import re
 from functools import cache
-from typing import Any
-from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
+from urllib.parse import quote
 
 import requests
 from requests.adapters import HTTPAdapter
-from requests.auth import AuthBase, HTTPBasicAuth
+from requests.auth import AuthBase
 from urllib3.exceptions import HTTPError
 
 from util.data.remote import MAX_READS, TIMEOUT, joined
@@ -32,37 +31,32 @@ class BearerAuth(AuthBase):
 
 
 class HttpStore:
-    """See `Store`. There is no listing.
+    """See `Store`.
 
     url: may hold a user name and a password, and a query that is appended to each file's address. auth: a login instead
-    of the URL's. Without any, `requests` looks into ~/.netrc. Other hosts, to which the server redirects, get neither.
+    of that in ~/.netrc or in the URL, which `requests` finds. Other hosts, to which the server redirects, get neither.
     """
 
     def __init__(self, url: str, auth: AuthBase | None = None) -> None:
-        parts = urlsplit(url)
-        host = parts.netloc.rpartition("@")[2]
-        self.url = urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", ""))
-        self.query = parts.query
+        folder, _, self.query = url.partition("?")
+        self.folder = folder.rstrip("/")
+        self.url = redact(self.folder)
         self.auth = auth
-        if auth is None and parts.username is not None:
-            self.auth = HTTPBasicAuth(unquote(parts.username).encode(), unquote(parts.password or "").encode())
 
-    def sizes(self, folder: str) -> dict[str, int] | None:
-        return None
-
-    def read(self, name: str, offset: int, size: int, file_size: int | None = None) -> bytes:
+    def read(self, name: str, offset: int, size: int) -> bytes:
         if size == 0:
             return b""
         place = f"{self.url}/{name}"
-        address = f"{self.url}/{quote(name)}"
-        if self.query:
-            address += f"?{self.query}"
+        address = f"{self.folder}/{quote(name)}?{self.query}"
         headers = {"Range": f"bytes={offset}-{offset + size - 1}", "Accept-Encoding": "identity"}
         try:
             with session_of(os.getpid()).get(
                 address, headers=headers, auth=self.auth, timeout=TIMEOUT, stream=True
             ) as response:
-                check_answer(response, place, offset, size, file_size)
+                if response.status_code != 206:
+                    number = STATUS_ERRORS.get(response.status_code, errno.EIO)
+                    answer = f"{response.status_code} {response.reason}"
+                    raise OSError(number, f"{place}: the server answers {answer} to a request of a range, not 206")
                 data = response.raw.read(size + 1)
         except (requests.RequestException, HTTPError, ValueError) as error:  # a ValueError of a redirect's address
             reason = re.sub(r"\?\S*", "", redact(str(error)))  # without the query
@@ -76,33 +70,12 @@ class HttpStore:
 def session_of(process: int) -> requests.Session:
     """Returns the session of a process: a forked one must neither use nor close the connections of its parent."""
     session = requests.Session()
-    session.hooks["response"].append(refuse_plain_text)
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(pool_maxsize=MAX_READS))
     return session
 
 
-def refuse_plain_text(response: requests.Response, **_: Any) -> None:
-    """OSError if an answer redirects from https to another protocol. A hook, since `requests` would follow."""
-    target = urlsplit(urljoin(response.url, response.headers.get("Location", "")))
-    if response.is_redirect and response.url.startswith("https:") and target.scheme != "https":
-        raise OSError(errno.EIO, f"{redact(response.url)} redirects to {target.scheme}://{target.hostname}")
-
-
-def check_answer(response: requests.Response, place: str, offset: int, size: int, file_size: int | None) -> None:
-    """OSError unless an answer announces exactly the bytes that were asked for, of a file of `file_size`."""
-    answer = f"{place}: the server answers {response.status_code} {response.reason}"
-    if response.status_code != 206:
-        number = STATUS_ERRORS.get(response.status_code, errno.EIO)
-        raise OSError(number, f"{answer} to a request of a range, which needs 206")
-    content_range = response.headers.get("Content-Range", "none")
-    span, _, total = content_range.partition("/")
-    if span != f"bytes {offset}-{offset + size - 1}" or (file_size is not None and total not in ("*", str(file_size))):
-        wanted = f"bytes {offset}-{offset + size - 1}/{file_size or '*'}"
-        raise OSError(errno.EIO, f"{answer} with the range {content_range} instead of {wanted}")
-
-
-def open_store(url: str) -> HttpStore:
+def open_http_store(url: str) -> HttpStore:
     """Returns the files below an http, https or hf URL. ValueError if it is none, or if a package is missing."""
     if not url.startswith("hf:"):
         return HttpStore(with_secrets(url))

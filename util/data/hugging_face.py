@@ -32,9 +32,11 @@ class HuggingFaceImages(EncodedImages):
     """The rows of one split. Without `labelled`, a data set needs no classes, and labels without a class are -1.
 
     dataset: a `datasets.Dataset`. image_column, label_column: names, or None to find the only candidate.
-    pinned_path: `--data_path` with the commit that was read, or None. ValueError if there is no row, if a column is
+    ValueError if there is no row, if a column is
     missing or ambiguous, or if the images are not `labelled` as asked.
     """
+
+    lie_in_files = True
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class HuggingFaceImages(EncodedImages):
         self.sizes = encoded_sizes(self.encoded)
         names: list[bytes] = []
         for i, path in enumerate(self.paths.to_pylist()):
-            names.append(row_name(i, path, in_a_file=self.sizes[i] < 0))
+            names.append(row_name(i, path))
         classes, labels = read_labels(dataset, root, label_column, labelled)
         super().__init__(root, np.array(names), labels, classes, notes, reading)
 
@@ -84,15 +86,11 @@ def encoded_sizes(encoded: Any) -> np.ndarray:
     return pc.binary_length(encoded).fill_null(-1).to_numpy().astype(np.int64)
 
 
-def row_name(i: int, path: str | None, in_a_file: bool) -> bytes:
-    """Returns the name of row i for the fingerprint, without what may differ between two copies of a data set.
-
-    `save_to_disk` drops the folders of the paths. Images that are `in_a_file` of their own may be moved.
-    """
+def row_name(i: int, path: str | None) -> bytes:
+    """Returns the name of row i for the fingerprint, without folders, which differ between two copies of a data set."""
     if not path:
         return str(i).encode()
-    num_parts = 2 if in_a_file else 1
-    return "/".join(PurePath(path).parts[-num_parts:]).encode()
+    return PurePath(path).name.encode()
 
 
 # ------------------------------------------------------------------------------------------------------------ splits

@@ -33,7 +33,7 @@ from util.data.pixel_format import (
     read_pixels,
     tifffile,
 )
-from util.text import count_of, describe_owner, shorten
+from util.text import count_of, shorten
 
 if TYPE_CHECKING:
     from util.data.invalid_pixels import InvalidPixels
@@ -83,8 +83,6 @@ def read_file(path: str) -> bytes:
 
 
 def unreadable(path: str, error: Exception) -> str:
-    if isinstance(error, PermissionError):
-        return f"{path!r} cannot be read: {error.strerror} ({describe_owner(path)}); ask for access"
     return f"{path!r} is not a readable image ({error})"
 
 
@@ -122,16 +120,19 @@ AS_RGB = Reading()
 class Images:
     """Images of one format, with labels. Subclasses define `path`, `fingerprint`, `check` and `load`.
 
-    A source is pickled for other ranks, and forked workers call `load`: it keeps no file open. Where `find_source` of
-    `util/data/open.py` opens it, it gives the images of the split, or raises MissingSplit.
+    A source is pickled for other ranks, unless its images `lie_in_files`, and forked workers call `load`: it keeps no
+    file open. Where `find_images` of `util/data/open.py` opens it, it gives the images of the split, or raises
+    MissingSplit.
     labels: int64 [n]. classes: their names, as `spelling` returns them. notes: sentences on what is ignored or
-    replaced, for the log. in_chans: channels that are wanted.
+    replaced, for the log. in_chans: channels that are wanted. lie_in_files: each rank maps or loads them from files
+    that rank 0 has written. pinned_path: --data_path with the commit, if it is a data set of the Hub.
     """
 
     in_chans = 3
     pixel_format = RGB8
     invalid: "InvalidPixels | None" = None
-    typical_side: int | None = None  # median of the shorter sides of images that were looked at
+    lie_in_files = False
+    pinned_path: str | None = None
 
     def __init__(self, root: str | Path, labels: np.ndarray, classes: Sequence[str], notes: Sequence[str] = ()) -> None:
         self.root = root
@@ -240,10 +241,9 @@ class EncodedImages(Images):
         decoded = set(checked[:: math.ceil(len(checked) / self.num_decoded)])
         problems: list[str] = []
         good: list[int] = []
-        sides: list[int] = []
         for i in checked:
             try:
-                pixels, size = read_header(i)
+                pixels, _ = read_header(i)
                 self._refuse_channels(i, pixels)
                 if good and pixels != self.pixel_format:
                     paths = f"{self.path(good[0])!r} and {self.path(i)!r}"
@@ -255,28 +255,22 @@ class EncodedImages(Images):
                 problems.append(str(error))
                 continue
             good.append(i)
-            sides.append(min(size))
         self._refuse_bad(problems, len(checked), max_bad_fraction)
         if self.invalid is not None:
             self.invalid.check_type(self.pixel_format)
-        self.typical_side = sorted(sides)[len(sides) // 2]
         self._note_loss(good[0])
         self._note_nodata(good[0])
 
     def read_header(self, i: int) -> Header:
         """Returns format and size of image i; ImageError if it cannot be read."""
         try:
-            return self.header_of(self.source(i))
+            if self.invalid is not None:
+                return self.invalid.read_header(self.source(i), self.in_chans)
+            return read_header(self.source(i), self.in_chans)
         except ImageError:
             raise
         except PILLOW_ERRORS as error:
             raise ImageError(unreadable(self.path(i), error)) from error
-
-    def header_of(self, source: str | io.BytesIO) -> Header:
-        """Reads the header of an image in a file, or in the bytes of one; one of `PILLOW_ERRORS` if that fails."""
-        if self.invalid is not None:
-            return self.invalid.read_header(source, self.in_chans)
-        return read_header(source, self.in_chans)
 
     def _refuse_bad(self, problems: Sequence[str], num_checked: int, max_bad_fraction: float) -> None:
         """ImageError if too many of the checked images have problems, which it notes otherwise."""
@@ -408,19 +402,6 @@ def find_storage_error(images: Images) -> OSError | None:
     return OSError(f"the images in {str(images.root)!r} cannot be opened any more")
 
 
-def note_on_small_images(
-    images: Any, img_size: Sequence[int], flags: str = "--input_size, with a smaller --patch_size,"
-) -> list[str]:
-    """Returns a note if a typical image is enlarged more than twice to `img_size`, which `flags` set."""
-    side = images.typical_side
-    if side is None or 2 * side >= min(img_size):
-        return []
-    return [
-        f"note: the shorter side of a typical image has {count_of(side, 'pixel')}, and it is enlarged "
-        f"{min(img_size) / side:.1f} times: a smaller {flags} shows as much"
-    ]
-
-
 def refuse_single_class(images: Any) -> None:
     """ValueError if all images have one class: any classifier would be right."""
     if len(images.classes) < 2 or has_one_label(images):
@@ -433,18 +414,17 @@ def has_one_label(images: Any) -> bool:
 
 
 def match_splits(images: Images, val_images: Images) -> None:
-    """Numbers the classes of validation images as those of the training images. Errors: see `check_splits`."""
+    """Numbers the classes of validation images as those of the training images. ValueError if they do not fit."""
     val_images.use_classes(images.classes, "the training data")
     check_splits(images, val_images)
 
 
 def check_splits(images: Any, val_images: Any) -> None:
-    """ValueError unless training and validation images have the same classes and format."""
+    """ValueError unless training and validation images have the same format."""
     if val_images.pixel_format != images.pixel_format:
         raise ValueError(
             f"the training images have {images.pixel_format}, the validation images {val_images.pixel_format}"
         )
-    check_classes(images.classes, val_images.classes, "the training data", "the validation data")
 
 
 def check_classes(ours: Sequence[str], theirs: Sequence[str], what: str, whose: str) -> None:

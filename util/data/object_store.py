@@ -2,7 +2,6 @@
 
 import errno
 import os
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -10,8 +9,6 @@ import fsspec
 
 from util.data.remote import MAX_READS, joined
 from util.urls import redact
-
-PACKAGES = {"s3": ": pip install s3fs", "gs": ": pip install gcsfs", "az": ": pip install adlfs"}
 
 
 class ObjectStore:
@@ -23,32 +20,24 @@ class ObjectStore:
         try:
             fsspec.get_filesystem_class(scheme)
         except (ImportError, ValueError) as error:  # a missing package, an unknown protocol
-            advice = PACKAGES.get(scheme, "")
-            raise ValueError(f"--data_path {url!r} cannot be read: {error}{advice}") from error
+            raise ValueError(f"--data_path {url!r} cannot be read: {error}") from error
 
-    def sizes(self, folder: str) -> dict[str, int] | None:
-        files = self._try(lambda system, root: system.ls(joined(root, folder), detail=True))
-        return {file["name"].rpartition("/")[2]: file["size"] for file in files}
-
-    def read(self, name: str, offset: int, size: int, file_size: int | None = None) -> bytes:
+    def read(self, name: str, offset: int, size: int) -> bytes:
         if size == 0:
             return b""
-        data = self._try(lambda system, root: system.cat_file(joined(root, name), start=offset, end=offset + size))
-        if len(data) != size:
-            raise OSError(errno.EIO, f"{self.url}/{name}: {len(data)} bytes came instead of {size}")
-        return data
-
-    def _try(self, work: Callable[[Any, str], Any]) -> Any:
-        """Calls `work(file system, root)`. Libraries have errors of their own, which become an OSError."""
         try:
-            return work(*system_of(self.url, os.getpid()))
+            system, root = system_of(self.url, os.getpid())
+            data = system.cat_file(joined(root, name), start=offset, end=offset + size)
         except FileNotFoundError as error:
             raise OSError(errno.ENOENT, f"{self.url}: there is no {redact(str(error))}") from error
-        except Exception as error:
+        except Exception as error:  # of many types, those of the library
             number = errno.EIO
             if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
                 number = errno.EACCES
             raise OSError(number, f"{self.url}: {type(error).__name__}: {redact(str(error))}") from error
+        if len(data) != size:
+            raise OSError(errno.EIO, f"{self.url}/{name}: {len(data)} bytes came instead of {size}")
+        return data
 
 
 @cache
@@ -58,8 +47,3 @@ def system_of(url: str, process: int) -> tuple[Any, str]:
     if url.startswith("s3:"):
         options["config_kwargs"] = {"max_pool_connections": MAX_READS}
     return fsspec.core.url_to_fs(url, **options)
-
-
-def open_store(url: str) -> ObjectStore:
-    """Returns the files below a URL of fsspec. ValueError if it has no such protocol, or if a package is missing."""
-    return ObjectStore(url)

@@ -2,8 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,20 +17,7 @@ DATASETS = ("folder", *DOWNLOADED, *INATURALIST, "hf")
 SomeImages = TypeVar("SomeImages", bound=Images)
 
 
-@dataclass(frozen=True)
-class ImageSource:
-    """What --data_path is.
-
-    folder: that of the images or tars. writes_files: whether `open` writes files that all processes read: a download, a
-    conversion or an index.
-    """
-
-    folder: Path
-    open: Callable[[], Images]
-    writes_files: bool = False
-
-
-def find_source(
+def find_images(
     dataset: str,
     data_path: str | Path,
     split: str = "train",
@@ -39,14 +25,12 @@ def find_source(
     reading: Reading = AS_RGB,
     image_column: str | None = None,
     label_column: str | None = None,
-) -> ImageSource:
-    """Finds the images of a split. A module of other data than folders is imported when there is such data.
+) -> Images:
+    """Returns the images of a split. A module of other data than folders is imported when there is such data.
 
     dataset: one of DATASETS; "folder" also reads tars. labelled: every image must have a class. image_column,
     label_column: of "hf". ValueError if there is no such data.
     """
-    folder = Path(data_path)
-    open_here: Callable[[], Images]
     if dataset != "folder" and is_url(data_path):
         raise ValueError(f"--dataset {dataset} reads no URL, such as {str(data_path)!r}")
     if dataset == "hf":
@@ -54,8 +38,7 @@ def find_source(
             from util.data.hugging_face import open_hugging_face
         except ImportError as error:
             raise ValueError(f"--dataset hf needs a package: pip install {error.name}") from error
-        open_here = partial(open_hugging_face, data_path, split, labelled, image_column, label_column, reading)
-        return ImageSource(folder, open_here, writes_files=True)
+        return open_hugging_face(data_path, split, labelled, image_column, label_column, reading)
     if image_column or label_column:
         raise ValueError(f"--image_column and --label_column are for --dataset hf, not for {dataset}: leave them out")
     if dataset in DOWNLOADED:
@@ -64,39 +47,21 @@ def find_source(
         if reading.in_chans != 3 or reading.invalid is not None:
             flags = "--in_chans, --nodata, --mask_band and --bands"
             raise ValueError(f"--dataset {dataset} has 3 channels, all of them valid: leave out {flags}")
-        return ImageSource(folder, partial(CifarImages, dataset, data_path, split), writes_files=True)
+        return CifarImages(dataset, data_path, split)
     if dataset in INATURALIST:
         from util.data.published import INaturalistImages
 
-        return ImageSource(folder, partial(INaturalistImages, data_path, split, INATURALIST[dataset], reading))
+        return INaturalistImages(data_path, split, INATURALIST[dataset], reading)
     if is_url(data_path):
-        from util.data.remote import open_store
-        from util.data.remote_tars import find_split, open_remote_tars
+        from util.data.remote_tars import open_remote_tars
 
-        store = open_store(str(data_path))
-        place, notes = find_split(store, split, labelled)
-        return ImageSource(folder, partial(open_remote_tars, store, place, labelled, notes, reading))
+        return open_remote_tars(str(data_path), split, labelled, reading)
     files = find_files(data_path, split, labelled)
     if files.tars:
         from util.data.tars import open_tars
 
-        open_here = partial(open_tars, files.tars, labelled, files.notes, reading)
-        return ImageSource(files.root, open_here, writes_files=True)
-    return ImageSource(files.root, partial(FolderImages, files.root, labelled, files.notes, reading))
-
-
-def open_source(
-    source: ImageSource, split: str = "train", labelled: bool = False, max_bad_fraction: float = 0.0
-) -> Images:
-    """Returns the images of a source, after a look at them. labelled: for training there must be two classes or more.
-
-    max_bad_fraction: of the image headers that are checked. ImageError if more are bad, or if one has other channels.
-    """
-    images = source.open()
-    if labelled and split == "train":
-        refuse_single_class(images)
-    images.check(max_bad_fraction)
-    return images
+        return open_tars(files.tars, labelled, files.notes, reading)
+    return FolderImages(files.root, labelled, files.notes, reading)
 
 
 def open_images(
@@ -109,9 +74,16 @@ def open_images(
     label_column: str | None = None,
     **reading: Any,
 ) -> Images:
-    """Returns the images of a split, see `find_source` and `open_source`. reading: parts of a `Reading`."""
-    source = find_source(dataset, data_path, split, labelled, Reading(**reading), image_column, label_column)
-    return open_source(source, split, labelled, max_bad_fraction)
+    """Returns the images of a split, after a look at them: see `find_images`.
+
+    labelled: for training there must be two classes or more. max_bad_fraction: of the image headers that are checked.
+    ImageError if more are bad, or if one has other channels. reading: parts of a `Reading`.
+    """
+    images = find_images(dataset, data_path, split, labelled, Reading(**reading), image_column, label_column)
+    if labelled and split == "train":
+        refuse_single_class(images)
+    images.check(max_bad_fraction)
+    return images
 
 
 # --------------------------------------------------------------------------------------------------------- all ranks
@@ -135,31 +107,21 @@ def open_everywhere(
     if pixel_settings is None:
         pixel_settings = vars(args)
 
-    @cache
-    def find_here() -> ImageSource:
-        return find_source(
+    reading = Reading.from_settings({**pixel_settings, "loader": args.loader})
+
+    def open_here() -> Images:
+        return open_images(
             dataset=args.dataset,
             data_path=args.data_path,
             split=split,
             labelled=labelled,
+            max_bad_fraction=max_bad_fraction,
             image_column=args.image_column,
             label_column=args.label_column,
-            reading=Reading.from_settings({**pixel_settings, "loader": args.loader}),
+            **vars(reading),
         )
 
-    @cache
-    def open_here() -> Images:
-        return open_source(find_here(), split, labelled, max_bad_fraction)
-
-    def write_files() -> None:
-        open_here()
-
-    source = collectives.run_on_rank0(find_here)
-    if source.writes_files:
-        collectives.run_on_rank0(write_files)
-        images = open_on_each(open_here, split)
-    else:
-        images = open_once(open_here, split, args.data_path, source.folder)
+    images = open_once(open_here, split, args.data_path)
     if getattr(args, "check_data", False):
         from util.data.survey import report_split
 
@@ -167,20 +129,25 @@ def open_everywhere(
     return images
 
 
-def open_once(open_here: Callable[[], SomeImages], split: str, data_path: str, folder: Path) -> SomeImages:
-    """Opens images on rank 0 for all, if they were given one `data_path` and see one `folder`, or else on each rank.
+def open_once(open_here: Callable[[], SomeImages], split: str, data_path: str) -> SomeImages:
+    """Opens images on rank 0, for all ranks if they were given one `data_path` and see one folder there.
 
-    folder: of the images in rank 0's data.
+    Otherwise, and if they lie in files that rank 0 has written, each rank opens them afterwards. ValueError on all
+    ranks if one of them fails, or if they see different data.
     """
-    views = collectives.gather_objects((data_path, folder_identity(folder)))
-    if len(set(views)) == 1:
-        return collectives.run_on_rank0(open_here)
-    return open_on_each(open_here, split)
+    open_cached = cache(open_here)
+    views = collectives.gather_objects((data_path, folder_identity(Path(data_path))))
 
+    def open_for_all() -> SomeImages | None:
+        images = open_cached()
+        if images.lie_in_files or len(set(views)) > 1:
+            return None
+        return images
 
-def open_on_each(open_here: Callable[[], SomeImages], split: str) -> SomeImages:
-    """Opens images on every rank. ValueError on all ranks if one of them fails, or if they see different data."""
-    images = collectives.run_everywhere(open_here)
+    images_for_all = collectives.run_on_rank0(open_for_all)
+    if images_for_all is not None:
+        return images_for_all
+    images = collectives.run_everywhere(open_cached)
     facts = {
         "number of images": len(images),
         "names and labels": images.fingerprint(),
@@ -188,14 +155,6 @@ def open_on_each(open_here: Callable[[], SomeImages], split: str) -> SomeImages:
     }
     collectives.refuse_differences(facts, f"{split} data")
     return images
-
-
-def data_settings(images: Any) -> dict[str, str]:
-    """Returns the settings that pin the data of a run: --data_path with the commit, if it is a data set of the Hub."""
-    pinned_path = getattr(images, "pinned_path", None)
-    if pinned_path is None:
-        return {}
-    return {"data_path": pinned_path}
 
 
 def data_hint(num_workers: int, device: str) -> str:

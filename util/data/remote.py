@@ -5,7 +5,6 @@ that takes too long is left behind there.
 """
 
 import errno
-import importlib
 import math
 import threading
 import time
@@ -16,7 +15,6 @@ from typing import Any, Protocol
 from util.data.images import FILE_ERRORS
 from util.data.workers import time_of_signal
 
-STORES = {"http": "http_store", "https": "http_store", "hf": "http_store"}  # of other protocols: object_store
 MAX_READS = 32  # of a process, at once
 TIMEOUT = 12  # seconds without a byte
 SLOWEST = 100_000  # bytes per second, after the first TIMEOUT seconds
@@ -30,22 +28,23 @@ class Store(Protocol):
 
     url: str  # without login and query
 
-    def read(self, name: str, offset: int, size: int, file_size: int | None = None) -> bytes:
-        """Returns `size` bytes of a file that should have `file_size`. One try, without a deadline.
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        """Returns `size` bytes of a file. One try, without a deadline.
 
         FileNotFoundError or PermissionError if the server says so; another OSError for any other or no answer.
         """
 
-    def sizes(self, folder: str) -> dict[str, int] | None:
-        """Returns the bytes of the files in a folder, by one listing; None if there is no listing. Errors as `read`."""
-
 
 def open_store(url: str) -> Store:
     """Returns the files below a URL. Nothing is read. ValueError if a package is missing."""
-    scheme = url.partition("://")[0]
     try:
-        module = importlib.import_module(f"util.data.{STORES.get(scheme, 'object_store')}")
-        return module.open_store(url)
+        if url.startswith(("http://", "https://", "hf://")):
+            from util.data.http_store import open_http_store
+
+            return open_http_store(url)
+        from util.data.object_store import ObjectStore
+
+        return ObjectStore(url)
     except ImportError as error:
         raise ValueError(f"--data_path {url!r} needs a package: pip install {error.name}") from error
 
@@ -55,51 +54,55 @@ def joined(*parts: str) -> str:
 
 
 class Call:
-    """A call of a library in a thread, which lasts at most `seconds`, and GRACE if a signal ends the process.
+    """A call of a library, `work`, in a thread. A try lasts at most `seconds`, and GRACE if a signal ends the process.
 
     place: what is read, for messages.
     """
 
     def __init__(self, place: str, work: Callable[[], Any], seconds: float) -> None:
         self.place = place
-        self.end = time.monotonic() + seconds
-        self.end_after_signal = time.monotonic() + GRACE
+        self.work = work
+        self.seconds = seconds
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begins a try."""
+        now = time.monotonic()
+        self.end = now + self.seconds
+        self.end_after_signal = now + GRACE
         self.future: Future[Any] = Future()
-        threading.Thread(target=self._run, args=(work,), daemon=True).start()
+        threading.Thread(target=self._run, args=(self.future,), daemon=True).start()
 
-    def _run(self, work: Callable[[], Any]) -> None:
+    def _run(self, future: Future[Any]) -> None:
         try:
-            self.future.set_result(work())
+            future.set_result(self.work())
         except Exception as error:
-            self.future.set_exception(error)
+            future.set_exception(error)
 
-    def result(self) -> Any:
-        """Waits for the call, and returns or raises what it does. OSError if it takes too long."""
+    def _wait(self) -> Any:
+        """Waits for the try, and returns or raises what it does. OSError if it takes too long."""
         while not wait([self.future], timeout=0.25).done:
             if time.monotonic() > min(self.end, max(self.end_after_signal, time_of_signal() + GRACE)):
                 raise OSError(errno.ETIMEDOUT, f"{self.place}: the server is silent or too slow")
         return self.future.result()
 
+    def result(self) -> Any:
+        """Returns the result. While the storage fails it tries again, but not after a signal.
 
-def retry(place: str, work: Callable[[], Any], seconds: float, begun: Call | None = None) -> Any:
-    """Calls `work`, at most `seconds` long, and again while the storage fails, but not after a signal.
-
-    place: what is read, for messages. begun: the first try, if it runs already. FileNotFoundError and PermissionError
-    are raised at once.
-    """
-    end = time.monotonic() + LAST_TRY
-    call = begun or Call(place, work, seconds)
-    for pause in WAITS:
-        try:
-            return call.result()
-        except OSError as error:
-            if error.errno in FILE_ERRORS or time.monotonic() + pause > end or is_ending():
-                raise
-            time.sleep(pause)
-            if is_ending():
-                raise
-        call = Call(place, work, seconds)
-    return call.result()
+        FileNotFoundError and PermissionError are raised at once.
+        """
+        end = time.monotonic() + LAST_TRY
+        for pause in WAITS:
+            try:
+                return self._wait()
+            except OSError as error:
+                if error.errno in FILE_ERRORS or time.monotonic() + pause > end or is_ending():
+                    raise
+                time.sleep(pause)
+                if is_ending():
+                    raise
+            self._begin()
+        return self._wait()
 
 
 def is_ending() -> bool:

@@ -9,15 +9,14 @@ from pathlib import Path
 
 from util.data.folders import MissingSplit, choose_split, note_stand_in
 from util.data.images import AS_RGB, Reading
-from util.data.remote import MAX_READS, SLOWEST, TIMEOUT, Call, Store, joined, retry
-from util.data.tars import INDEX, Span, TarImages, invalid_index, objection, parse_index
+from util.data.remote import MAX_READS, SLOWEST, TIMEOUT, Call, Store, joined, open_store
+from util.data.tars import INDEX, Span, TarImages, parse_index
 
-MAX_BYTES = 2**25  # that are read, or wait to be used, at once
 PIECE = 2**23  # bytes of the index that are read at once
 
 
 class RemoteTars:
-    """Tars in a folder of a store. See `TarStorage`."""
+    """Tars in a folder of a store, as `LocalTars`."""
 
     def __init__(self, store: Store, place: str) -> None:
         self.store = store
@@ -26,29 +25,17 @@ class RemoteTars:
         self._waiting: deque[Span] = deque()
         self._begun: dict[Span, Call] = {}
 
-    def path(self, tar: str) -> str:
-        return joined(str(self.root), tar)
-
-    def sizes(self, tars: Sequence[str]) -> dict[str, int] | None:
-        return retry(str(self.root), lambda: self.store.sizes(self.place), TIMEOUT)
-
     def prepare(self, spans: Sequence[Span]) -> None:
-        """Begins to read spans, at most MAX_READS and MAX_BYTES at once. `read` is about to be called in this order."""
+        """Begins to read spans, at most MAX_READS at once. `read` is about to be called in this order."""
         self._begun = {}
         self._waiting = deque(dict.fromkeys(spans))
         self._begin_reads()
 
     def read(self, span: Span) -> bytes:
-        """As of `TarStorage`. What the storage denies in the middle of a run may come back with the next login."""
-        data = self._read(span)
-        if objection(span, data):  # perhaps on its way
-            data = self._read(span)
-        return data
-
-    def _read(self, span: Span) -> bytes:
-        begun = self._begun.pop(span, None)
+        """As of `LocalTars`. What the storage denies in the middle of a run may come back with the next login."""
+        call = self._begun.pop(span, None) or self._begin(span)
         try:
-            data = retry(self.path(span.tar), partial(self._ask, span), seconds_for(span), begun)
+            data = call.result()
         except (FileNotFoundError, PermissionError) as error:
             raise OSError(errno.EIO, error.strerror) from error
         self._begin_reads()
@@ -56,19 +43,12 @@ class RemoteTars:
 
     def _begin_reads(self) -> None:
         while self._waiting and len(self._begun) < MAX_READS:
-            span = self._waiting[0]
-            num_bytes = sum(other.size for other in self._begun) + span.size
-            if self._begun and num_bytes > MAX_BYTES:
-                break
-            self._waiting.popleft()
-            self._begun[span] = Call(self.path(span.tar), partial(self._ask, span), seconds_for(span))
+            span = self._waiting.popleft()
+            self._begun[span] = self._begin(span)
 
-    def _ask(self, span: Span) -> bytes:
-        return self.store.read(joined(self.place, span.tar), span.offset, span.size, span.tar_size)
-
-
-def seconds_for(span: Span) -> float:
-    return TIMEOUT + span.size / SLOWEST
+    def _begin(self, span: Span) -> Call:
+        work = partial(self.store.read, joined(self.place, span.tar), span.offset, span.size)
+        return Call(joined(str(self.root), span.tar), work, TIMEOUT + span.size / SLOWEST)
 
 
 # -------------------------------------------------------------------------------------------------------------- open
@@ -84,7 +64,7 @@ def find_split(store: Store, split: str, labelled: bool) -> tuple[str, list[str]
 
     def is_there(folder: str) -> bool:
         try:
-            retry(store.url, lambda: store.read(joined(folder, INDEX), 0, 8), TIMEOUT)
+            Call(store.url, lambda: store.read(joined(folder, INDEX), 0, 8), TIMEOUT).result()
         except FileNotFoundError:
             return False
         except PermissionError as error:  # S3 may answer so if a file is missing
@@ -106,34 +86,25 @@ def find_split(store: Store, split: str, labelled: bool) -> tuple[str, list[str]
     raise ValueError(f"--data_path {store.url!r} has no packed shards: {expected}")
 
 
-def open_remote_tars(
-    store: Store, folder: str, labelled: bool = False, notes: Sequence[str] = (), reading: Reading = AS_RGB
-) -> TarImages:
-    """Returns the images of packed shards in a folder of a store, whose index is read.
+def open_remote_tars(url: str, split: str = "train", labelled: bool = False, reading: Reading = AS_RGB) -> TarImages:
+    """Returns the images of a split in packed shards behind a URL.
 
-    ValueError if the shards are damaged, or if the images have no labels although they must be `labelled`.
+    ValueError if there are none, if their index is damaged, or if the images have no labels although they must be
+    `labelled`.
     """
+    store = open_store(url)
+    folder, notes = find_split(store, split, labelled)
     storage = RemoteTars(store, folder)
-    index = parse_index(read_whole_index(storage), storage.path(INDEX))
-    images = TarImages(index, storage, notes, reading)
-    if labelled and not images.classes:
-        raise ValueError(f"the images of {storage.root!r} have no labels: pack class folders")
-    return images
+    index = parse_index(read_whole_index(storage), f"{storage.root}/{INDEX}")
+    return TarImages(index, storage, labelled, notes, reading)
 
 
 def read_whole_index(storage: RemoteTars) -> bytes:
     """Returns the bytes of the index, whose header says how many there are."""
-    start = storage.read(Span(INDEX, 0, 8, None, None))
-    header_bytes = min(int.from_bytes(start, "little"), 10**8)  # the limit of the format
-    header = storage.read(Span(INDEX, 8, header_bytes, None, None))
-    try:
-        tensors = json.loads(header)
-        del tensors["__metadata__"]
-        num_bytes = 8 + header_bytes + max(tensor["data_offsets"][1] for tensor in tensors.values())
-    except (ValueError, KeyError, TypeError) as error:
-        raise invalid_index(storage.path(INDEX), error) from error
-    pieces = [
-        Span(INDEX, first, min(PIECE, num_bytes - first), num_bytes, None) for first in range(0, num_bytes, PIECE)
-    ]
+    header_bytes = int.from_bytes(storage.read(Span(INDEX, 0, 8)), "little")
+    tensors = json.loads(storage.read(Span(INDEX, 8, header_bytes)))
+    del tensors["__metadata__"]
+    num_bytes = 8 + header_bytes + max(tensor["data_offsets"][1] for tensor in tensors.values())
+    pieces = [Span(INDEX, first, min(PIECE, num_bytes - first)) for first in range(0, num_bytes, PIECE)]
     storage.prepare(pieces)
     return b"".join(storage.read(piece) for piece in pieces)

@@ -6,7 +6,6 @@ A program that is started again continues after what it has written: files of si
 import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from util.data.datasets import Address, AddressedDataset, Sample
-from util.data.folders import IMG_EXTENSIONS, is_image, list_folder, list_images, note_unread
+from util.data.folders import IMG_EXTENSIONS, is_image, list_folder, list_images
 from util.data.images import AS_RGB, EncodedImages, ImageError, ImageFiles, Reading
 from util.data.tars import open_tars
 from util.data.transforms import Size
@@ -41,10 +40,9 @@ def open_unlabelled(path: str | Path, reading: Reading = AS_RGB) -> EncodedImage
     """
     path = Path(path)
     if path.is_dir():
-        unread: Counter[str] = Counter()
-        names = list_images(path, "", unread)
+        names = list_images(path, "")
         if names:
-            return ImageFiles(path, [(name, 0) for name in names], [], note_unread(unread), reading)
+            return ImageFiles(path, [(name, 0) for name in names], [], reading=reading)
         tars = [path / name for name in list_folder(path).tars]
         if tars:
             return open_tars(tars, reading=reading)

@@ -31,7 +31,7 @@ from tests.runs import (
 )
 from util.data import http_store, remote, remote_tars, workers
 from util.data.folders import MissingSplit
-from util.data.http_store import HttpStore, refuse_plain_text
+from util.data.http_store import HttpStore
 from util.data.images import ImageError
 from util.data.object_store import system_of
 from util.data.open import open_images
@@ -133,7 +133,7 @@ def test_a_fault_of_one_answer_is_survived(packed, server, set_timeout, fault):
     assert read_all(ours) == [local.read(i) for i in range(24)]
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, *SLOW, "401", "403", "404"])
+@pytest.mark.parametrize("fault", [*FAULTS, *SLOW, "flip", "401", "403", "404"])
 def test_a_fault_that_stays_is_the_storage_s(server, set_timeout, fault):
     """In the middle of a run, where another image would not help. Changed bytes alone are an unreadable image."""
     ours = open_images("folder", server.url)
@@ -212,21 +212,6 @@ def test_many_reads_wait_at_once(packed, server):
     assert read_all(ours, [3, 5, 3]) == [local.read(i) for i in (3, 5, 3)]  # a batch may have an image twice
 
 
-def test_no_more_bytes_are_read_ahead_than_allowed(packed, server, monkeypatch):
-    ours = open_images("folder", server.url)
-    monkeypatch.setattr(remote_tars, "MAX_BYTES", 3000)
-    most = []
-    exact = ours.storage._begin_reads
-
-    def begin():
-        exact()
-        most.append(sum(span.size for span in ours.storage._begun) * (len(ours.storage._begun) > 1))
-
-    monkeypatch.setattr(ours.storage, "_begin_reads", begin)
-    assert read_all(ours) == [open_images("folder", packed).read(i) for i in range(24)]
-    assert 0 < max(most) <= 3000
-
-
 def test_labels_are_those_of_the_index_that_is_there_now(labelled, server, tmp_path):
     """The header of an index stays the same if images change their class."""
     assert sum(open_images("folder", server.url).labels) == 12
@@ -265,9 +250,10 @@ def test_object_storage(packed, bucket):
     ours = open_images("folder", "memory://bucket/data", "val", labelled=True)
     assert read_all(ours, range(7)) == [local.read(i) for i in range(7)]
     path = "/bucket/data/val/shard-000000.tar"
-    bucket.pipe(path, bucket.cat(path)[:-1])
-    with pytest.raises(ValueError, match="val/shard-000000.tar"):
-        open_images("folder", "memory://bucket/data", "val", labelled=True)
+    whole = bucket.cat(path)
+    bucket.pipe(path, whole[:1000])
+    with pytest.raises(OSError, match="val/shard-000000.tar"):
+        read_all(ours, range(7))
     bucket.rm(path)
     with pytest.raises(OSError, match="val/shard-000000.tar"):
         ours.read(0)
@@ -289,7 +275,7 @@ def test_object_storage(packed, bucket):
     ("url", "missing", "message"),
     [
         ("https://host/x", "requests", "pip install requests"),
-        ("gs://bucket/data", "gcsfs", "pip install gcsfs"),
+        ("gs://bucket/data", "gcsfs", "gcsfs"),
         ("hf://datasets/owner/name", "huggingface_hub", "pip install huggingface_hub"),
         ("nothing://bucket", "nothing", "Protocol not known: nothing"),
         ("hf://owner/name", "nothing", "hf://datasets/OWNER/NAME"),
@@ -349,18 +335,6 @@ def test_redirects_that_lead_nowhere(server, place):
     with pytest.raises(OSError) as error:
         store.read(f"train/{INDEX}", 0, 8)
     assert "secret" not in str(error.value)
-
-
-def test_a_redirect_does_not_leave_tls():
-    def answer(target):
-        return SimpleNamespace(url="https://host/x?token=secret", headers={"Location": target}, is_redirect=True)
-
-    for target in ("/y", "https://other"):
-        refuse_plain_text(answer(target))
-    for target in ("http://host/y", "HTTP://host", "ftp://host"):
-        with pytest.raises(OSError) as error:
-            refuse_plain_text(answer(target))
-        assert "secret" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from util.code_version import code_version
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import Images
 from util.data.loader import Loader
-from util.data.open import data_settings
 from util.data.pixel_format import RGB8, declares_invalid
 from util.data.statistics import IMAGENET, Statistics, find_statistics, keep_colors, refuse_other_format, statistics_of
 from util.run.cli import Parser
@@ -273,8 +272,8 @@ class Run:
         # A resumed run keeps the path of its first weights, whatever the flag gives now.
         if self.resumed is not None:
             settings[self.encoder_flag] = self.resumed.settings.get(self.encoder_flag)
-        # A data set of the Hub, with the commit that was found.
-        settings |= data_settings(images)
+        if images.pinned_path is not None:
+            settings["data_path"] = images.pinned_path
         for name, value in settings.items():
             if isinstance(value, tuple):
                 settings[name] = list(value)  # as after reading JSON
