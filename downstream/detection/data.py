@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,9 +34,8 @@ DetectionBatch = Sequence[Any]  # of `PadAndStack`
 class Annotation(NamedTuple):
     """An annotated object of an image."""
 
-    box: list[float] | None  # [x1, y1, x2, y2] inside the image; None: it has no area there
+    box: list[float]  # [x1, y1, x2, y2] inside the image
     label: int  # from 1
-    is_crowd: bool
     segmentation: Any  # polygons, a run-length code, or None
 
 
@@ -51,12 +51,11 @@ class DetectionSample(NamedTuple):
 class CocoImages(ImageFiles):
     """The images of a COCO-style JSON file. `load(i)` returns ([H, W, C], 0), `annotations(i)` its objects.
 
-    training: leave out crowds, boxes without area inside the image, and then images without objects, as detectron2
-    does. `notes` says how many. Otherwise every image of the file is kept. Objects on invalid pixels are kept as they
-    are annotated.
+    Crowds, and boxes without area inside the image, are left out. Objects on invalid pixels are kept as they are
+    annotated. training: leave out images without objects, too, as detectron2 does. `notes` says how many.
 
     categories: in the order of the ids. A label is a category's place in it, counted from 1.
-    num_objects, num_masks: how many annotations are no crowds, and how many of them have a segmentation.
+    num_objects, num_masks: how many objects there are, and how many of them have a segmentation.
 
     ValueError for a file that `read_coco` refuses or that has no objects. ImageError, from `check` and `load`, if an
     image is missing, unreadable or of another size than in the file.
@@ -74,13 +73,18 @@ class CocoImages(ImageFiles):
         self.categories: list[Category] = []
         for category in sorted(content["categories"], key=itemgetter("id")):
             self.categories.append((category["id"], str(category.get("name", category["id"]))))
-        annotated = group_by_image(content, self.categories, training)
+        annotated = group_by_image(content, self.categories)
+        objects = list(chain.from_iterable(annotated.values()))
+        self.num_objects = len(objects)
+        self.num_masks = sum(annotation.segmentation is not None for annotation in objects)
+        if not objects:
+            raise ValueError(f"{str(json_path)!r} has no image with an object")
         images = sorted(content["images"], key=itemgetter("id"))
         notes = []
         if training:
             with_objects = [image for image in images if annotated[image["id"]]]
             num_without = len(images) - len(with_objects)
-            num_left_out = len(content["annotations"]) - sum(len(kept) for kept in annotated.values())
+            num_left_out = len(content["annotations"]) - len(objects)
             if num_without or num_left_out:
                 notes.append(
                     f"left out of training: {count_of(num_left_out, 'object')}, {count_of(num_without, 'image')}"
@@ -93,11 +97,6 @@ class CocoImages(ImageFiles):
         self.ids = np.array([image["id"] for image in images], np.int64)
         sizes = [(image["height"], image["width"]) for image in images]
         self.sizes = np.array(sizes, np.int64)
-        objects = [annotation for image in images for annotation in annotated[image["id"]] if not annotation.is_crowd]
-        self.num_objects = len(objects)
-        self.num_masks = sum(annotation.segmentation is not None for annotation in objects)
-        if not self.num_objects:
-            raise ValueError(f"{str(json_path)!r} has no image with an object")
         # Bytes in one array, which forked workers share.
         encoded = [json.dumps(annotated[image["id"]]).encode() for image in images]
         self.ends = np.cumsum([len(text) for text in encoded])
@@ -146,25 +145,19 @@ class CocoImages(ImageFiles):
         return img, label
 
 
-def group_by_image(
-    content: Mapping[str, Any], categories: Sequence[Category], training: bool
-) -> dict[int, list[Annotation]]:
+def group_by_image(content: Mapping[str, Any], categories: Sequence[Category]) -> dict[int, list[Annotation]]:
     """Returns the annotations of each image in a checked COCO file, by the images' ids.
 
-    training: leave out crowds, and boxes without area inside their image.
+    Without crowds, and without boxes that have no area inside their image.
     """
     sizes = {image["id"]: (image["height"], image["width"]) for image in content["images"]}
     label_of = {category_id: label for label, (category_id, _) in enumerate(categories, 1)}
     grouped: dict[int, list[Annotation]] = {image_id: [] for image_id in sizes}
     for entry in content["annotations"]:
         image_id = entry["image_id"]
-        annotation = Annotation(
-            box=clip_box(entry["bbox"], sizes[image_id]),
-            label=label_of[entry["category_id"]],
-            is_crowd=bool(entry.get("iscrowd", 0)),
-            segmentation=entry.get("segmentation") or None,
-        )
-        if not training or (annotation.box is not None and not annotation.is_crowd):
+        box = clip_box(entry["bbox"], sizes[image_id])
+        if box is not None and not entry.get("iscrowd"):
+            annotation = Annotation(box, label_of[entry["category_id"]], entry.get("segmentation") or None)
             grouped[image_id].append(annotation)
     return grouped
 

@@ -128,7 +128,6 @@ def detect_all(
     loaded = evaluation_batches(dataset, indices, context.one_by_one(), view_of_one, (side, side))
     results: list[dict[str, Any]] = []
     rows: list[list[np.ndarray]] = []
-    was_training = model.training
     model.eval()
     with count_non_finite(model, device) as num_bad:
         for index, (img, size) in zip(share_of_rank(indices).tolist(), loaded, strict=True):
@@ -139,7 +138,6 @@ def detect_all(
                 picture = as_picture(to_tensor(pixels), context.normalize)
                 truth = annotated_objects(images, index)
                 rows.append([draw_objects(picture, shown, images.categories) for shown in (truth, objects)])
-    model.train(was_training)
     if collectives.all_reduce_sum(num_bad) > 0:
         raise FloatingPointError("the outputs of the model are not finite: try --precision fp32, and check --std")
     results_of_all = chain.from_iterable(collectives.gather_objects(results))
@@ -172,7 +170,6 @@ def evaluate(model: nn.Module, images: CocoImages, masks: bool, num_pictures: in
     results, rows = detect_all(model, images, num_pictures, context)
     evaluation = collectives.run_on_rank0(lambda: score_results(results, images, masks))
     rank, _ = collectives.rank_and_world_size()
-    picture = None
     if rows and rank == 0:
-        picture = table(rows, TITLES)
-    return evaluation._replace(picture=picture)
+        return evaluation._replace(picture=table(rows, TITLES))
+    return evaluation

@@ -56,12 +56,10 @@ def detections_in_image(detections: Mapping[str, Tensor], resized: Size, size: S
 
 
 def annotated_objects(images: CocoImages, index: int) -> list[DetectedObject]:
-    """Returns the annotated objects of an image. Crowds are left out."""
+    """Returns the annotated objects of an image."""
     height, width = images.sizes[index].tolist()
     objects = []
     for annotation in images.annotations(index):
-        if annotation.box is None or annotation.is_crowd:
-            continue
         mask = None
         if annotation.segmentation:
             mask = decode_mask(annotation.segmentation, height, width).astype(bool)
