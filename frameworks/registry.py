@@ -140,7 +140,7 @@ def load_run(path: str | Path, moved: Mapping[str, str] | None = None) -> tuple[
     path: a checkpoint, or the folder of a run, whose newest intact checkpoint is used. moved: {flag: new path} of files
     that have moved since the run, such as a teacher's.
 
-    ValueError if the checkpoint was not written by this program.
+    ValueError if the checkpoint was not written by this program, or if such a file is not that of the run.
     """
     weights = read(path)
     run = weights.info.run
@@ -148,6 +148,9 @@ def load_run(path: str | Path, moved: Mapping[str, str] | None = None) -> tuple[
         raise ValueError(f"{str(weights.path)!r} is no checkpoint of main_pretrain.py, which reconstructs images")
     settings = {**weights.settings, **weights.pixels, **(moved or {})}
     model = build_model(settings)
+    for flag, file in model.named_files().items():
+        if run.files.get(flag, file.fingerprint) != file.fingerprint:
+            raise ValueError(f"the {flag} {settings[flag]!r} is not that of the run at {str(weights.path)!r}")
     load_all(model, weights)
     if settings.get("mean"):
         model.use_statistics(settings["mean"], settings["std"])
