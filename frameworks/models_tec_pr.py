@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from framework import Framework
 from frameworks.teacher import Teacher, attention_logits, open_teacher
-from frameworks.views import View
+from frameworks.views import View, enlarge
 from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, init_weights
 from prmim import Method, ProgressiveDecoder, TokenOrder
 from util.flag import Flag
@@ -304,17 +304,12 @@ class TECViT(Framework, ViTEncoder):
             View(
                 title="predicted",
                 truth_title="teacher",
-                truth=self.enlarge(truth),
-                prediction=self.enlarge(prediction),
+                truth=enlarge(truth, self),
+                prediction=enlarge(prediction, self),
                 measure="feature error",
                 errors=errors,
             )
         ]
-
-    def enlarge(self, tokens: Tensor) -> Tensor:
-        """Turns values of tokens [B, N, C] into images [B, C, H, W]."""
-        grid = tokens.transpose(1, 2).unflatten(2, self.grid_size)
-        return F.interpolate(grid, size=self.img_size)
 
     def forward_features(self, imgs: Tensor) -> Tensor:
         """Returns the features of the last block without the adapter, [B, 1 + N, D] after the norm."""

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional as F
 
 from framework import Framework, PixelFramework
 from models_vit import patchify, unpatchify
@@ -23,8 +24,9 @@ class View:
     errors: Tensor  # of each token in raster order, [B, N]; read at predicted tokens only
 
 
-class NoPixels(ValueError):
-    """The predictions are no pixels, and nothing says how to draw them."""
+def is_drawable(model: Framework) -> bool:
+    """Returns whether something says how to draw the predictions: the model's own `views`, or that they are pixels."""
+    return model.views is not None or model.predicts_pixels()
 
 
 def views_of(
@@ -35,17 +37,13 @@ def views_of(
 ) -> list[View]:
     """Returns the predictions as images and errors: those of the model's own `views`, or of pixels.
 
-    imgs, ids_shuffle: what the model takes. undo: turns normalised images into images in [0, 1]. NoPixels if the
-    predictions cannot be drawn.
+    imgs, ids_shuffle: what the model takes. undo: turns normalised images into images in [0, 1].
     """
     if model.views is not None:
         return model.views(imgs, ids_shuffle, undo)
-    if not isinstance(model, PixelFramework) or not model.predicts_pixels():
-        raise NoPixels(
-            f"the targets of {type(model).__name__} are no pixels, so its predictions cannot be drawn as images: "
-            "give it a method `views`"
-        )
-    return [view_pixels(model, imgs, ids_shuffle, undo)]
+    if isinstance(model, PixelFramework) and model.predicts_pixels():
+        return [view_pixels(model, imgs, ids_shuffle, undo)]
+    raise ValueError(f"the targets of {type(model).__name__} are no pixels: to draw them, give it a method `views`")
 
 
 @torch.no_grad()
@@ -55,27 +53,26 @@ def view_pixels(
     ids_shuffle: Tensor,
     undo: Callable[[Tensor], Tensor],
 ) -> View:
-    """Returns the view of pixels. Its errors are squared errors of pixels in [0, 1], averaged over each token.
+    """Returns the view of pixels. Its errors are squared errors of pixels in [0, 1], averaged over those of each token.
 
-    With invalid pixels they are averaged over the valid ones.
+    Invalid pixels have none.
 
     The normalisation of targets is undone with the mean and variance of the true patch, which no model predicts.
     """
     pred, _ = model.reconstruct(imgs, ids_shuffle)
     pixels = model.token_pixels(imgs)
-    valid: Tensor | None = None
-    if model.has_invalid:
-        valid = model.valid_pixels(imgs)
+    valid = model.valid_pixels(imgs)
     if model.norm_pix_loss:
         mean, std = patch_statistics(pixels, valid)
         pred = pred * std + mean
     prediction = undo(unpatchify(pred.to(pixels.dtype), model.token_side, model.grid_size))
-    if valid is None:
-        truth = undo(imgs)
-        error = (truth - prediction).square().mean(dim=1, keepdim=True)
-        errors = nn.functional.adaptive_avg_pool2d(error, model.grid_size).flatten(1)
-    else:
-        truth = undo(fill_invalid(imgs))
-        error = patchify((truth - prediction).square(), model.token_side)
-        errors = valid_mean(error, valid).squeeze(-1)
+    truth = undo(fill_invalid(imgs))
+    error = patchify((truth - prediction).square(), model.token_side)
+    errors = valid_mean(error, valid).squeeze(-1)
     return View("reconstruction", None, truth, prediction, "masked MSE", errors)
+
+
+def enlarge(tokens: Tensor, model: Framework) -> Tensor:
+    """Turns values of tokens [B, N, C] in raster order into images of the model's size [B, C, H, W]."""
+    grid = tokens.transpose(1, 2).unflatten(2, model.grid_size)
+    return F.interpolate(grid, size=model.img_size)

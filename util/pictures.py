@@ -39,7 +39,7 @@ def panel_grid(
     imgs: Tensor,
     states: Tensor,
     panels: dict[str, Tensor],
-    invalid: Tensor | None = None,
+    invalid: Tensor,
 ) -> np.ndarray:
     """Draws one row per image: the image, its tokens, its panels. Returns uint8 [H', W', 3].
 
@@ -57,10 +57,9 @@ def panel_grid(
     for panel in panels.values():
         values = _channels_last(panel.float().nan_to_num()) * 255
         columns.append(values.round().astype(np.uint8))
-    if invalid is not None:
-        is_invalid = _channels_last(invalid).any(axis=-1)
-        for column in columns:
-            column[is_invalid] = INVALID_COLOR
+    is_invalid = _channels_last(invalid).any(axis=-1)
+    for column in columns:
+        column[is_invalid] = INVALID_COLOR
     scale = max(1, math.ceil(112 / pixels.shape[1]))  # small images are enlarged by whole pixels
     enlarged = []
     for column in columns:

@@ -8,7 +8,6 @@ so each phase opens a loader of its own when its maps are written.
 
 import argparse
 import shutil
-import time
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -33,7 +32,6 @@ from util.peer_sampling import attention_sampling
 from util.run.processes.supervise import BatchesAhead
 from util.run.train.loop import TrainLoop
 from util.run.train.training import OpenLoader
-from util.text import count_of
 
 FLAGS = (
     Flag("attention_start", int, 40, "no maps are made before the end of this epoch (epochs count from 0)", at_least=0),
@@ -295,15 +293,12 @@ class Phases:
                 f"warning: {str(maps.path)!r} is missing, so maps are made with the weights of step {loop.step}: the "
                 f"run will differ from an undisturbed one"
             )
-        loop.log.info(f"making attention maps of {count_of(len(self.images), 'image')}")
-        began = time.monotonic()
+        loop.log.info(f"making attention maps of {len(self.images)} images: {maps.path}")
         whole = Squash(self.model.img_size, self.loop.run.args.loader == "reference")
         dataset = AddressedDataset(self.images, whole, replace=self.loop.run.args.max_bad_fraction > 0)
         plan = self.loop.run.plan
         found = compute_maps(self.model, dataset, loop, plan.batch_size, plan.num_workers)
         run_on_rank0(lambda: write_maps(maps.path, found))
-        seconds = time.monotonic() - began
-        loop.log.info(f"attention maps of {count_of(len(self.images), 'image')} in {seconds:.1f} s: {maps.path}")
         return maps
 
     def maps_of(self, refresh: int) -> AttentionMaps:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from frameworks.hooks.reconstruction import crops, reconstruction_picture
-from frameworks.views import NoPixels
+from frameworks.views import is_drawable
 from util.data.images import evenly_spaced
 from util.run.train.loop import TrainLoop
 
@@ -24,14 +24,13 @@ class Pictures:
     loop: TrainLoop
     images: Any
     settings: Mapping[str, Any]  # of the run, resolved
-    is_refused: bool = False  # and the log says so
 
     def is_due(self) -> bool:
         """Whether the run begins, or the current step ends an epoch with a picture, or this start."""
         loop = self.loop
         every = loop.run.args.picture_every
         ends_start = every > 0 and loop.step == loop.last_step
-        return ends_start or loop.ends_epoch(every)
+        return (ends_start or loop.ends_epoch(every)) and is_drawable(loop.model)
 
     def is_done(self) -> bool:
         """Whether this start continues from here. A missed picture is not drawn later."""
@@ -45,13 +44,7 @@ class Pictures:
             return
         indices = evenly_spaced(len(self.images), 8)
         [(imgs, ids_shuffle)] = crops(model, self.settings, self.images, indices, replace=True)
-        try:
-            picture = reconstruction_picture(model, loop.normalize, imgs, ids_shuffle)
-        except NoPixels as error:
-            if not self.is_refused:
-                loop.log.info(f"note: there are no pictures of reconstructions: {error}")
-            self.is_refused = True
-            return
+        picture = reconstruction_picture(model, loop.normalize, imgs, ids_shuffle)
         name = AFTER
         if loop.step == 0:
             name = BEFORE

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from framework import Framework
-from frameworks.views import View, views_of
+from frameworks.views import View, enlarge, views_of
 from models_vit import ViTEncoder
 from prmim import TokenOrder
 from util.data.datasets import AddressedDataset
@@ -55,56 +55,36 @@ def measure(
     The kinds are "retained" and "thrown". A kind without predicted tokens is missing.
     """
     normalize = normalizer(settings, images.pixel_format)
-    sums: dict[str, dict[str, float]] = {}
-    counts: dict[str, dict[str, int]] = {}
+    errors: dict[str, dict[str, list[Tensor]]] = {}
     for imgs, ids_shuffle in crops(model, settings, images, indices):
         order = TokenOrder(ids_shuffle, model.counts)
         normalized = normalize(imgs, fill=False)
         predicted = model.supervised(order)
         if model.has_invalid:
             predicted = predicted & counted_tokens(model.valid_pixels(normalized))
-        tokens_of_kind = {
-            "retained": predicted & ~order.thrown,
-            "thrown": predicted & order.thrown,
-        }
         for view in views_of(model, normalized, ids_shuffle, normalize.undo):
-            sums.setdefault(view.measure, {"retained": 0.0, "thrown": 0.0})
-            counts.setdefault(view.measure, {"retained": 0, "thrown": 0})
-            for kind, tokens in tokens_of_kind.items():
-                errors = view.errors[tokens]
-                sums[view.measure][kind] += errors.sum().item()
-                counts[view.measure][kind] += int(tokens.sum())
+            errors_of_view = errors.setdefault(view.measure, {"retained": [], "thrown": []})
+            errors_of_view["retained"].append(view.errors[predicted & ~order.thrown])
+            errors_of_view["thrown"].append(view.errors[predicted & order.thrown])
     means: dict[str, dict[str, float]] = {}
-    for name in sums:
+    for name in errors:
         means[name] = {}
-        for kind, count in counts[name].items():
-            if count:
-                means[name][kind] = sums[name][kind] / count
+        for kind, errors_of_batches in errors[name].items():
+            values = torch.cat(errors_of_batches)
+            if len(values):
+                means[name][kind] = values.mean().item()
     return means
 
 
-def compose(
-    view: View,
-    visible: Tensor,
-    predicted: Tensor,
-    grid_size: tuple[int, int],
-) -> Tensor:
+def compose(view: View, visible: Tensor, predicted: Tensor, model: Framework) -> Tensor:
     """Returns images [B, C, H, W] with the truth at visible tokens, predictions at predicted ones, and grey elsewhere.
 
     visible, predicted: bool [B, N] in raster order.
     """
-    height, width = view.truth.shape[2:]
-    is_visible = enlarge(visible, grid_size, (height, width))
-    is_predicted = enlarge(predicted, grid_size, (height, width))
+    is_visible = enlarge(visible.unsqueeze(-1).float(), model).bool()
+    is_predicted = enlarge(predicted.unsqueeze(-1).float(), model).bool()
     picture = torch.where(is_visible, view.truth, GREY)
     return torch.where(is_predicted, view.prediction, picture)
-
-
-def enlarge(mask: Tensor, grid_size: tuple[int, int], img_size: tuple[int, int]) -> Tensor:
-    """Turns a mask of tokens, bool [B, N], into one of pixels, bool [B, 1, H, W]."""
-    rows, columns = grid_size
-    grid = mask.view(-1, 1, rows, columns).float()
-    return F.interpolate(grid, size=img_size).bool()
 
 
 def reconstruction_picture(
@@ -116,13 +96,10 @@ def reconstruction_picture(
     """Draw each image, its tokens, what the framework predicts, and the features of a ViT's encoder side by side.
 
     imgs: [B, C, H, W]; ids_shuffle: [B, N]. Returns uint8 [H', W', 3]. For other pixels than uint8, black and white are
-    the mean -+ 2 standard deviations. Invalid pixels have a flat colour. NoPixels if the predictions cannot be drawn.
+    the mean -+ 2 standard deviations. Invalid pixels have a flat colour.
     """
     device = normalize.mean.device
     normalized = normalize(imgs.to(device), fill=False)
-    invalid: Tensor | None = None
-    if model.has_invalid:
-        invalid = normalized.isnan()
     order = TokenOrder(ids_shuffle.to(device), model.counts)
     features: Tensor | None = None
     was_training = model.training
@@ -138,13 +115,13 @@ def reconstruction_picture(
     for view in views:
         if view.truth_title is not None:
             panels[view.truth_title] = view.truth
-        panels[view.title] = compose(view, ~order.mask, predicted, model.grid_size)
+        panels[view.title] = compose(view, ~order.mask, predicted, model)
     if features is not None:
         panels["features (PCA)"] = features
     if imgs.dtype != torch.uint8:
         imgs = (normalize.undo(fill_invalid(normalized)) * 255).round().byte()
     states = order.mask.int() + order.thrown.int()  # 0 visible, 1 retained, 2 thrown
-    return panel_grid(imgs, states.unflatten(1, model.grid_size), panels, invalid)
+    return panel_grid(imgs, states.unflatten(1, model.grid_size), panels, normalized.isnan())
 
 
 @torch.no_grad()
@@ -164,5 +141,4 @@ def feature_colors(model: ViTEncoder, imgs: Tensor) -> Tensor | None:
     deviation = (brightness - brightness.mean()).unsqueeze(-1)
     falls = (colors * deviation).sum(dim=(0, 1)) < 0  # [3]
     colors = torch.where(falls, 1 - colors, colors)
-    grid = colors.transpose(1, 2).unflatten(2, model.grid_size)
-    return F.interpolate(grid, size=model.img_size)
+    return enlarge(colors, model)

@@ -21,7 +21,6 @@ from util.data.statistics import normalizer
 from util.data.transforms import Normalize
 
 FACTS = "facts.json"  # the name in the file
-SHARE_OF_HOLES = 0.1  # of the pixels in the check, if some may be invalid
 
 
 class Program(nn.Module):
@@ -62,7 +61,7 @@ def program_of(trained: Trained) -> tuple[Program, dict[str, Any]]:
 
 
 def random_pixels(count: int, size: tuple[int, int], pixels: PixelFormat, program: Program) -> Tensor:
-    """Returns images of noise as files hold them, [count, C, *size], with holes if pixels may be invalid."""
+    """Returns images of noise as files hold them, [count, C, *size]. If pixels may be invalid, the first row is."""
     generator = torch.Generator().manual_seed(count)
     noise = torch.rand(count, pixels.channels, *size, generator=generator)
     if pixels.is_float:
@@ -71,10 +70,7 @@ def random_pixels(count: int, size: tuple[int, int], pixels: PixelFormat, progra
         values = (noise * pixels.full_range).round()
     imgs = values.to(getattr(torch, pixels.batch_dtype))
     if pixels.has_invalid:
-        holes = torch.rand(imgs.shape, generator=generator) < SHARE_OF_HOLES
-        imgs[holes] = torch.nan
-        if program.nodata is not None:
-            imgs[:, :, 0] = program.nodata
+        imgs[:, :, 0] = torch.nan if program.nodata is None else program.nodata
     return imgs
 
 

@@ -51,7 +51,7 @@ def test_a_picture_shows_truth_where_visible_predictions_where_predicted_and_gre
     prediction = torch.rand(3, 3, 8, 8)
     view = View("reconstruction", None, truth, prediction, "error", torch.zeros(3, 16))
     supervised = model.supervised(order)
-    picture = reconstruction.compose(view, ~order.mask, supervised, model.grid_size)
+    picture = reconstruction.compose(view, ~order.mask, supervised, model)
     for b in range(3):
         of_thrown = prediction[b]
         if not progressive:
