@@ -218,7 +218,7 @@ def test_a_full_disk(photos, tmp_path, small_disk, capsys, before_step):
     assert "warning: checkpoint-6.pth could not be written ([Errno 28]" in captured.out
     assert stop.value.code == 75
     assert "checkpoint-9.pth" in captured.err
-    assert "goes on from the newest checkpoint" in captured.err
+    assert "start the same command again" in captured.err
     assert "MB free, but" in pretrain.refused(capsys, photos, output_dir, *flags, code=75)
     left = [path.name for path in output_dir.glob("*checkpoint*")]
     assert sorted(left) == ["checkpoint-3.json", "checkpoint-3.pth"]

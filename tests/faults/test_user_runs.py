@@ -247,7 +247,10 @@ def test_a_log_that_cannot_be_written(photos, tmp_path, before_step, capsys):
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
     def fill_disk():
-        size = (tmp_path / "out" / "log.txt").stat().st_size
+        log = tmp_path / "out" / "log.txt"
+        with open(log, "a") as file:
+            file.write("x" * 10_000)  # so that TensorBoard's file is no longer
+        size = log.stat().st_size
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
     try:
