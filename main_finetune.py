@@ -53,7 +53,7 @@ from util.run.start.flags import (
 from util.run.start.plan import Plan, check_repeats, schedule_by_epochs
 from util.run.start.run import Run
 from util.run.train.bad_images import BadImages
-from util.run.train.logging import open_log
+from util.run.train.logging import open_log, summary_rows
 from util.run.train.loop import TrainLoop
 from util.run.train.saving import CheckpointSaver
 from util.run.train.training import BetweenSteps, end_check, train
@@ -283,21 +283,15 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace, lr: float) -> tor
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), fused=True)
 
 
-def summary_rows(args: argparse.Namespace, model: nn.Module, images: Any, val_images: Any) -> dict[str, str]:
-    """Returns what is printed about model and data at the start."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
+def describe_parts(args: argparse.Namespace) -> str:
+    """Returns the model and which parts of it are trained, for the log."""
     if args.trainable_blocks is None:
         trained_parts = "all blocks"
     elif args.trainable_blocks == 0:
         trained_parts = "a linear probe"
     else:
         trained_parts = f"the last {count_of(args.trainable_blocks, 'block')}"
-    return {
-        "model": f"{args.model}, {trained_parts}, {trained:.2f} M trainable parameters",
-        "classes": str(len(images.classes)),
-        "data": f"{count_of(len(images), 'image')} in {images.root}",
-        "val": f"{count_of(len(val_images), 'image')} in {val_images.root}",
-    }
+    return f"{args.model}, {trained_parts}"
 
 
 def match_run(run: Run, model: nn.Module, classes: list[str]) -> None:
@@ -407,7 +401,8 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
             )
             state = run.restore(model, optimizer, info)
             model_in_ddp = wrap_model(model, run)
-            log = open_log(run, schedule, info, summary_rows(args, model, images, val_images))
+            rows = summary_rows(describe_parts(args), model, len(classes), images, val_images)
+            log = open_log(run, schedule, info, rows)
             normalize = Normalize(*statistics, images.pixel_format).to(run.process.device)
             loop = TrainLoop(run, model_in_ddp, optimizer, schedule, normalize, log, state, bad_images=dataset.bad)
             if args.check_data:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import nn
-
 import models_vit
+from encoders.kinds import choose_traits
 from encoders.trained import Trained
 from util.data.images import EncodedImages
 from util.data.open import open_once
@@ -43,6 +42,20 @@ SIZES: dict[str, dict[str, Any]] = {
     name: getattr(models_vit, name).keywords for name in models_vit.__all__ if name.islower()
 }
 SomeImages = TypeVar("SomeImages", bound=EncodedImages)
+
+
+def encoder_options(settings: Mapping[str, Any], task: str) -> dict[str, Any]:
+    """Returns the arguments of the encoder that `settings` (vars(args), or a checkpoint's) describe.
+
+    ValueError if it has traits that no dense task starts from. task: for messages.
+    """
+    options: dict[str, Any] = dict(SIZES[settings["model"]])
+    options["img_size"] = settings["input_size"]
+    options["in_chans"] = settings["in_chans"]
+    options["drop_path_rate"] = settings["drop_path"]
+    if settings["patch_size"] is not None:
+        options["patch_size"] = settings["patch_size"]
+    return options | choose_traits(settings, ("num_cls_tokens", "registers", "layer_scale"), task)
 
 
 # ------------------------------------------------------------------------------------------------------------- flags
@@ -199,17 +212,6 @@ def schedule_by_iterations(run: Run, steps_per_epoch: int, learning_rate: Callab
         epochs=epochs,
         unit="iteration",
     )
-
-
-def summary_rows(
-    name: str, model: nn.Module, num_classes: int, images: SomeImages, val_images: SomeImages
-) -> dict[str, str]:
-    """Returns what is printed about model and data at the start. name: of the model."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
-    rows = {"model": f"{name}, {trained:.2f} M trainable parameters", "classes": str(num_classes)}
-    for split, opened in (("train", images), ("val", val_images)):
-        rows[split] = f"{count_of(len(opened), 'image')} in {opened.root}"
-    return rows
 
 
 # -------------------------------------------------------------------------------------------------------------- data

@@ -42,7 +42,7 @@ from util.run.processes.distributed import Process
 from util.run.start.begin import begin
 from util.run.start.plan import Plan
 from util.run.start.run import Run
-from util.run.train.logging import open_log
+from util.run.train.logging import open_log, summary_rows
 from util.run.train.loop import TrainLoop
 from util.run.train.saving import CheckpointSaver
 from util.run.train.training import end_check, train
@@ -262,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             if masks:
                 name = f"Mask R-CNN on {args.model}"
             model_in_ddp = wrap_model(model, run)
-            rows = common.summary_rows(name, model, len(images.categories), images, val_images)
+            rows = summary_rows(name, model, len(images.categories), images, val_images)
             log = open_log(run, schedule, info, rows)
             normalize = Normalize(*statistics, images.pixel_format).to(run.process.device)
             loop = TrainLoop(run, model_in_ddp, optimizer, schedule, normalize, log, state)

@@ -19,9 +19,8 @@ from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
 from torchvision.ops import roi_align
 
-from downstream.common import SIZES
+from downstream.common import SIZES, encoder_options
 from downstream.detection.backbone import SimpleFeaturePyramid, ViTDet
-from encoders.kinds import choose_traits
 
 BOX_GRID = 7  # side of the features of a box
 MASK_GRID = 14  # side of the features of a mask, which has twice as many pixels
@@ -293,21 +292,15 @@ def init_normal(layer: nn.Module, std: float) -> None:
 
 def build_detector(settings: Mapping[str, Any]) -> Detector:
     """Builds the model that `settings` (vars(args), or a checkpoint's) describe."""
-    sizes: dict[str, Any] = dict(SIZES[settings["model"]])
-    pretrain_size = sizes.pop("img_size", 224)
-    if settings["patch_size"] is not None:
-        sizes["patch_size"] = settings["patch_size"]
-    traits = choose_traits(settings, ("num_cls_tokens", "registers", "layer_scale"), "detection")
+    options = encoder_options(settings, "detection")
+    for unused in ("num_cls_tokens", "registers"):
+        options.pop(unused, None)
     return Detector(
         num_classes=len(settings["categories"]),
         masks=settings["masks"],
         channels=settings["decoder_channels"],
         num_rois=settings["num_rois"],
-        img_size=settings["input_size"],
-        pretrain_size=pretrain_size,
+        pretrain_size=SIZES[settings["model"]].get("img_size", 224),
         window_size=settings["window_size"],
-        in_chans=settings["in_chans"],
-        drop_path_rate=settings["drop_path"],
-        layer_scale=traits.get("layer_scale", False),  # class tokens are not used
-        **sizes,
+        **options,
     )

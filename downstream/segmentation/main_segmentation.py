@@ -51,7 +51,7 @@ from util.run.start.begin import begin
 from util.run.start.plan import Plan
 from util.run.start.run import Run
 from util.run.train.bad_images import BadImages
-from util.run.train.logging import open_log
+from util.run.train.logging import open_log, summary_rows
 from util.run.train.loop import TrainLoop
 from util.run.train.saving import CheckpointSaver
 from util.run.train.training import BetweenSteps, end_check, train
@@ -302,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             state = run.restore(model, optimizer, info)
             name = f"{args.head} on {args.model}"
             model_in_ddp = wrap_model(model, run)
-            log = open_log(run, schedule, info, common.summary_rows(name, model, args.num_classes, images, val_images))
+            log = open_log(run, schedule, info, summary_rows(name, model, args.num_classes, images, val_images))
             normalize = Normalize(*statistics, images.pixel_format).to(run.process.device)
             loop = TrainLoop(run, model_in_ddp, optimizer, schedule, normalize, log, state, bad_images=dataset.bad)
             if args.check_data:

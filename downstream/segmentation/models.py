@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from downstream.common import SIZES
+from downstream.common import encoder_options
 from downstream.segmentation.batch_norm import SyncBatchNorm2d
 from downstream.segmentation.vit_backbone import DenseViT, pyramid_blocks
-from encoders.kinds import choose_traits
 
 HEADS = ("upernet", "linear")
 POOL_SIZES = (1, 2, 3, 6)  # sides of the grids of pyramid pooling
@@ -208,15 +207,8 @@ class LinearSegmenter(Segmenter):
 
 def build_segmenter(settings: Mapping[str, Any]) -> UPerNet | LinearSegmenter:
     """Builds the model that `settings` (vars(args), or a checkpoint's) describe."""
-    options: dict[str, Any] = dict(SIZES[settings["model"]])
-    options["in_chans"] = settings["in_chans"]
-    options["img_size"] = settings["input_size"]
-    options["drop_path_rate"] = settings["drop_path"]
-    if settings["patch_size"] is not None:
-        options["patch_size"] = settings["patch_size"]
-    traits = choose_traits(settings, ("num_cls_tokens", "registers", "layer_scale"), "segmentation")
-    traits.pop("layer_scale", None)  # its blocks always have scales
-    options |= traits
+    options = encoder_options(settings, "segmentation")
+    options.pop("layer_scale", None)  # its blocks always have scales
     if settings["head"] == "linear":
         return LinearSegmenter(settings["num_classes"], **options)
     return UPerNet(settings["num_classes"], settings["decoder_channels"], **options)

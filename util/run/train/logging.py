@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 import numpy as np
 import torch
+from torch import nn
 from torch.profiler import profile, schedule
 from tqdm import tqdm
 
@@ -172,6 +173,17 @@ class RunLog:
             self.tensorboard.close()
         self.json_lines.close()
         self.text.close()
+
+
+def summary_rows(name: str, model: nn.Module, num_classes: int, images: Any, val_images: Any) -> dict[str, str]:
+    """Returns what is printed about model and data at the start. name: of the model."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
+    return {
+        "model": f"{name}, {trained:.2f} M trainable parameters",
+        "classes": str(num_classes),
+        "train": f"{count_of(len(images), 'image')} in {images.root}",
+        "val": f"{count_of(len(val_images), 'image')} in {val_images.root}",
+    }
 
 
 def open_log(run: Run, schedule: RunSchedule, info: CheckpointInfo, rows: Mapping[str, str]) -> RunLog:
