@@ -118,17 +118,6 @@ def has_statistics(settings: PixelSettings, pixels: PixelFormat) -> bool:
     return len(settings["mean"] or ()) == len(settings["std"] or ()) == pixels.channels
 
 
-def refuse_other_format(settings: PixelSettings, in_chans: int, pixels: PixelFormat) -> None:
-    """ValueError if a resumed run, with these settings, had images of another format."""
-    if same_kind(settings, pixels) and in_chans == pixels.channels:
-        return
-    advice = "choose another --output_dir"
-    if in_chans != pixels.channels:
-        advice = f"give --in_chans {in_chans}"
-    before = PixelFormat(in_chans, settings["pixels"])
-    raise ValueError(f"the images of the run had {before} and now have {pixels}; {advice}")
-
-
 def same_kind(settings: PixelSettings, pixels: PixelFormat) -> bool:
     """Whether a model had integers if `pixels` are integers, or floats if they are floats, as far as this is known.
 

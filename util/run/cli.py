@@ -97,7 +97,7 @@ class Parser(argparse.ArgumentParser):
             if self.flags[name].has_many_choices:
                 self.check_choice(name, value, self.flags[name].choices)
         if unknown:
-            self.refuse_unknown(unknown)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
         recipe: Mapping[str, Any] = {}
         if recipes is not None and "recipe" in given:
             self.check_choice("recipe", given["recipe"], recipes)
@@ -115,22 +115,10 @@ class Parser(argparse.ArgumentParser):
             if objection is not None:
                 self.error(f"{flag.option} {objection}")
         args = argparse.Namespace(**self.values)
-        if "patch_size" in self.recipe and "patch_size" not in self.given:
-            refuse_other_patch(self, args, self.recipe["patch_size"])
         for name, length_flag in WARMUPS.items():
             if self.values.get(name) is not None:
                 setattr(args, name, fit_warmup(self, name, length_flag))
         return args
-
-    def refuse_unknown(self, words: Sequence[str]) -> NoReturn:
-        """Ends the program, because it knows no flag to which these words belong."""
-        remarks = []
-        options = [flag.option for flag in self.flags.values() if not flag.positional]
-        for word in words:
-            if word.startswith("--"):
-                name = word.partition("=")[0]
-                remarks.append(f"unknown flag {name}{close_to(name[2:], options)}")
-        self.error("; ".join(remarks) or f"unrecognized arguments: {' '.join(words)}")
 
     def check_choice(self, name: str, value: str, known: Iterable[str]) -> None:
         """For many choices: "list" prints them, and an unknown value is answered with those close to it."""
@@ -205,20 +193,8 @@ def early_values(argv: Sequence[str] | None, *names: str) -> dict[str, str]:
     return vars(early.parse_known_args(argv)[0])
 
 
-def refuse_other_patch(parser: Parser, args: argparse.Namespace, patch_size: int) -> None:
-    """Ends the program if `--model` is named for other patches than the recipe's model, and not for `patch_size`.
-
-    patch_size: of the recipe. It wins over the name of the recipe's model, but may not be meant for another one.
-    """
-    named = re.search(r"_patch(\d+)", args.model)
-    expected = re.search(r"_patch(\d+)", parser.values.parents["model"])
-    if named is None or expected is None or named[1] in (expected[1], str(patch_size)):
-        return
-    parser.error(f"recipe {args.recipe!r} sets --patch_size {patch_size}, but --model {args.model}: give --patch_size")
-
-
 def fit_warmup(parser: Parser, flag: str, length_flag: str) -> float:
-    """Returns the warm-up of a schedule. Ends the program if one that no flag gives is more than half of it.
+    """Returns the warm-up of a schedule.
 
     One that no flag gives is that of the recipe or of the defaults, as papers keep it for schedules of several lengths.
     In a schedule that is shorter than theirs it is at most a tenth, or their share if that is more. So one epoch more
@@ -226,14 +202,10 @@ def fit_warmup(parser: Parser, flag: str, length_flag: str) -> float:
     """
     warmup = parser.values[flag]
     length = parser.values[length_flag]
-    if flag in parser.given:
-        return warmup
     made_for = parser.defaults[length_flag]
     if flag in parser.recipe:
         made_for = parser.values.parents[length_flag]
-    if length < made_for:
-        fitting = max(length / 10, warmup * length / made_for)
-        warmup = min(warmup, parser.flags[flag].type(fitting))
-    if warmup > length / 2:
-        parser.error(f"a warm-up of {warmup:g} is more than half of --{length_flag} {length}: give --{flag}")
-    return warmup
+    if flag in parser.given or length >= made_for:
+        return warmup
+    fitting = max(length / 10, warmup * length / made_for)
+    return min(warmup, parser.flags[flag].type(fitting))

@@ -6,7 +6,7 @@ import torch
 from tests.util.data.test_pixel_format import pixels, save_arrays
 from util.data.open import open_images
 from util.data.pixel_format import RGB8, PixelFormat
-from util.data.statistics import measure_statistics, normalizer, refuse_other_format, statistics_of
+from util.data.statistics import measure_statistics, normalizer, statistics_of
 from util.run.files.record import CheckpointInfo
 
 MEAN = [0.485, 0.456, 0.406]
@@ -86,11 +86,3 @@ def test_given_statistics_win_and_need_no_measurement(tmp_path):
     assert choose(images, STORED, mean=given) == ((given, [0.125, 0.25]), [])
     with pytest.raises(ValueError, match="--mean"):
         choose(images, mean=[1000.0, 0.1])
-
-
-@pytest.mark.parametrize("pixel_format", [FLOATS, RGB8, PixelFormat(4, "uint16")])
-def test_a_resumed_run_has_images_of_its_format(pixel_format):
-    settings = CheckpointInfo.from_json(STORED, "").pixel_settings
-    refuse_other_format(settings, 2, PixelFormat(2, "uint16"))
-    with pytest.raises(ValueError, match="2 channels of uint16"):
-        refuse_other_format(settings, 2, pixel_format)

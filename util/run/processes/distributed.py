@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import threading
 from collections.abc import Callable, Mapping
@@ -64,7 +63,6 @@ def init_process(device: str = "auto", join_timeout: float = 600) -> Process:
             f"SLURM gave this job GPUs ({gpus_of_job}), but torch sees none: a GPU or its driver may have failed; "
             "--device cpu computes on the CPU"
         )
-    port_is_given = "MASTER_PORT" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
     slurm = slurm_environment(os.environ)
     os.environ.update(slurm)
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
@@ -97,7 +95,7 @@ def init_process(device: str = "auto", join_timeout: float = 600) -> Process:
     try:
         with Watchdog(join_timeout, join_timeout, rank) as watchdog:
             watchdog.heartbeat(waiting)
-            join_group(process, port_is_given)
+            join_group(process)
     finally:
         timer.cancel()
     return process
@@ -156,17 +154,14 @@ class DeviceCopies:
         return copied
 
 
-def join_group(process: Process, port_is_given: bool) -> None:
+def join_group(process: Process) -> None:
     """Connects all processes.
 
-    If their store cannot be reached, raises ValueError if the user has chosen the port. Otherwise OSError, since the
-    next start uses another port.
+    OSError if their store cannot be reached: the next start may use another port.
     """
     try:
         store, *_ = next(dist.rendezvous("env://", timeout=TIMEOUT))
     except dist.DistNetworkError as error:
-        if process.is_main and port_is_given:
-            raise ValueError(f"MASTER_PORT cannot be used, unset it or choose another: {error}") from error
         raise OSError(f"process {process.rank} cannot reach the store of all processes: {error}") from error
     # torchrun may keep one store over its restarts, where gloo would find the addresses of dead processes. The restart
     # count is the same for all processes on one node only. On several nodes, `--rdzv_backend c10d` and
@@ -175,7 +170,6 @@ def join_group(process: Process, port_is_given: bool) -> None:
     if process.local_world_size == process.world_size:
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"restart-{restarts}", store)
-    refuse_other_devices(process, store)
     backend = "gloo"
     gpu: torch.device | None = None
     if process.device.type == "cuda":
@@ -185,21 +179,6 @@ def join_group(process: Process, port_is_given: bool) -> None:
         backend, store=store, rank=process.rank, world_size=process.world_size, timeout=TIMEOUT, device_id=gpu
     )
     dist.all_reduce(torch.zeros(1, device=process.device))
-
-
-def refuse_other_devices(process: Process, store: dist.Store) -> None:
-    """OSError if this process has another kind of device than process 0: on one of their nodes the GPU may have failed.
-
-    Without it, some processes would wait in a group of gloo for those in a group of NCCL.
-    """
-    here = f"{process.device.type} on {socket.gethostname()}"
-    if process.is_main:
-        store.set("device", here)
-    first = store.get("device").decode()
-    if first.split()[0] != process.device.type:
-        raise OSError(
-            f"process 0 uses {first}, process {process.rank} uses {here}: a GPU or its driver may have failed"
-        )
 
 
 def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -110,7 +110,7 @@ def learning_rates(settings: Mapping[str, Any], steps_per_epoch: int) -> Schedul
         min_lr=settings["min_lr"],
         warmup_lr=settings["warmup_lr"],
         lr_steps=tuple(settings["lr_steps"]),
-        decay_epochs=settings.get("decay_epochs", 0),  # a checkpoint may be older than the flag
+        decay_epochs=settings["decay_epochs"],
     )
 
 

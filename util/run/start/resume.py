@@ -73,7 +73,9 @@ def read_resumed(path: Path | None, program: str, total_batch_size: int) -> Chec
         return None
     info = checkpoint.read_info(path)
     if info.run is None or info.run.is_best:
-        raise holds_no_run(path)
+        raise CheckpointError(
+            f"{str(path)!r} holds weights but no run to resume; --resume takes a checkpoint of this program"
+        )
     if info.run.program != program:
         raise ValueError(f"{str(path)!r} is a run of {info.run.program}, not of {program}")
     total_before = info.settings["total_batch_size"]
@@ -85,12 +87,6 @@ def read_resumed(path: Path | None, program: str, total_batch_size: int) -> Chec
     return info
 
 
-def holds_no_run(path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{str(path)!r} holds weights but no run to resume; --resume takes a checkpoint of this program"
-    )
-
-
 def restore(path: Path, is_verified: bool, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Loads weights and optimizer state from the checkpoint at `path`. Returns the rest of its state of training.
 
@@ -98,8 +94,7 @@ def restore(path: Path, is_verified: bool, model: torch.nn.Module, optimizer: to
     is_verified: its hash has just been compared.
     """
     content = checkpoint.read_checkpoint(path, is_verified)
-    if content.info.run is None or "optimizer" not in content.training:
-        raise holds_no_run(path)
+    assert content.info.run is not None
     try:
         model.load_state_dict(content.weights)
     except RuntimeError as error:

@@ -21,7 +21,7 @@ from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import Images
 from util.data.loader import Loader
 from util.data.pixel_format import RGB8, declares_invalid
-from util.data.statistics import IMAGENET, Statistics, find_statistics, keep_colors, refuse_other_format, statistics_of
+from util.data.statistics import Statistics, find_statistics, keep_colors, statistics_of
 from util.run.cli import Parser
 from util.run.exits import user_errors
 from util.run.files.json_files import record_failure
@@ -160,25 +160,21 @@ class Run:
         encoder: pixel settings of the first weights. rgb_bands: which bands hold red, green and blue for them, if they
         are for RGB and the images have other bands.
         """
-        candidates = []
+        candidates: list[Mapping[str, Any]] = []
         if self.resumed is not None:
             candidates.append(self.resumed.pixel_settings)
-            refuse_other_format(candidates[0], self.resumed.settings["in_chans"], images.pixel_format)
         elif encoder and not rgb_bands:
-            candidates.append(dict(encoder))
+            candidates.append(encoder)
         if declares_invalid(encoder):
             from util.data.invalid_pixels import note_on_encoder
 
             self.note(*note_on_encoder(encoder, vars(self.args)))
         given = (self.args.mean, self.args.std)
         statistics, notes = statistics_of(given, candidates, images)
-        if statistics == (encoder.get("mean"), encoder.get("std")) != IMAGENET:
-            self.note("note: pixel mean and deviation are those of the encoder")
-        of_rgb = find_statistics(encoder, RGB8)
         has_8_bits = images.pixel_format.dtype == "uint8" and encoder.get("pixels") in (None, "uint8")
-        if rgb_bands and of_rgb and self.resumed is None and given == (None, None) and has_8_bits:
+        of_rgb = find_statistics(encoder, RGB8)
+        if encoder and rgb_bands and of_rgb and given == (None, None) and has_8_bits:
             statistics = keep_colors(of_rgb, statistics, rgb_bands)
-            self.note("note: red, green and blue keep the mean and deviation of the encoder")
         self.note(*notes)
         self.watchdog.set_up("model")
         return statistics
