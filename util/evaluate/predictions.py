@@ -123,7 +123,10 @@ def collate_readable(samples: Sequence[Any], collate: Callable[[Sequence[Any]], 
     problems = [sample for sample in samples if isinstance(sample, str)]
     readable = [sample for sample in samples if not isinstance(sample, str)]
     indices = [index for _, _, (_, index) in readable]
-    return ReadableBatch(indices, collate(readable) if readable else None, problems)
+    batch = None
+    if readable:
+        batch = collate(readable)
+    return ReadableBatch(indices, batch, problems)
 
 
 def readable_batches(
