@@ -311,8 +311,8 @@ def rename_prefixes(weights: Mapping[str, Tensor], prefixes: Mapping[str, str]) 
 
 
 DECODER_FLAGS = (  # of MAE and CrossMAE, whose constructors use `decoder_heads`
-    Flag("decoder_depth", int, help="blocks of the decoder (default: the model's)"),
-    Flag("decoder_embed_dim", int, help="width of the decoder (default: the model's)"),
-    Flag("decoder_num_heads", int, help="heads of a decoder block (default: one per 32 channels)"),
-    Flag("mask_unit", int, help="side, in tokens, of the squares that are masked (default: 1)"),
+    Flag("decoder_depth", int, help="blocks of the decoder (default: the model's)", at_least=1),
+    Flag("decoder_embed_dim", int, help="width of the decoder (default: the model's)", at_least=1),
+    Flag("decoder_num_heads", int, help="heads of a decoder block (default: one per 32 channels)", at_least=1),
+    Flag("mask_unit", int, help="side, in tokens, of the squares that are masked (default: 1)", at_least=1),
 )

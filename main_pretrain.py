@@ -263,6 +263,7 @@ def check_flags(args: argparse.Namespace, plan: Plan, given: Set[str]) -> None:
         hooks.check_sampling(args, model)
     elif model.needs_attention:
         raise ValueError(f"{args.model} draws its tokens by attention: set --sampling attention")
+    model.collator(args.sampling, args.seed)  # ValueError if squares of --mask_unit do not fit the grid
     if args.trainable_blocks is not None:
         if args.pretrained is None:
             raise ValueError("--trainable_blocks needs --pretrained: the frozen blocks must be pre-trained")

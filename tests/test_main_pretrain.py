@@ -420,6 +420,11 @@ def test_a_value_that_nobody_gives_may_have_no_effect(flags):
     check(flags)
 
 
+def test_squares_that_do_not_fit_the_grid_are_refused_before_images_are_read():
+    with pytest.raises(ValueError, match="mask_unit 5"):
+        check("--mask_unit 5")
+
+
 def test_a_checkpoint_of_another_model_names_the_keys(photos, tmp_path, capsys):
     out = tmp_path / "out"
     pretrain(photos, out, "--max_steps", 1)
