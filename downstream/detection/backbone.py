@@ -164,7 +164,6 @@ class ViTDet(nn.Module):
         self.patch_size = patch_size
         self.in_chans = in_chans
         self.embed_dim = embed_dim
-        self.depth = depth
         self.layer_scale = layer_scale
         self.window_size = window_size
         map_side = img_size // patch_size

@@ -82,8 +82,8 @@ def train_one_epoch(model: nn.Module, batches: Iterator[DetectionBatch], steps: 
 
 
 @contextmanager
-def count_non_finite(model: nn.Module, device: torch.device) -> Iterator[Tensor]:
-    """Yields the number, so far, of outputs that are not finite: they would pass for no detections."""
+def finite_outputs(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """At the end, FloatingPointError on all ranks if outputs of the heads were not finite: they pass for no objects."""
     num_bad = torch.zeros((), dtype=torch.int64, device=device)
 
     def count(module: nn.Module, args: Any, outputs: Tensor) -> None:
@@ -92,10 +92,12 @@ def count_non_finite(model: nn.Module, device: torch.device) -> Iterator[Tensor]
     layers = [module for name, module in model.named_modules() if name.endswith(LAST_LAYERS)]
     hooks = [layer.register_forward_hook(count) for layer in layers]
     try:
-        yield num_bad
+        yield
     finally:
         for hook in hooks:
             hook.remove()
+    if collectives.all_reduce_sum(num_bad) > 0:
+        raise FloatingPointError("the outputs of the model are not finite: try --precision fp32, and check --std")
 
 
 def detect(model: nn.Module, img: Tensor, size: Size, context: EvalContext) -> list[DetectedObject]:
@@ -117,11 +119,7 @@ def detect_all(
     num_pictures: int,
     context: EvalContext,
 ) -> tuple[list[dict[str, Any]], list[list[np.ndarray]]]:
-    """Returns (COCO's results of all images, which the ranks share; panels of TITLES of this rank's first images).
-
-    FloatingPointError if outputs of the heads are not finite.
-    """
-    device = context.device
+    """Returns (COCO's results of all images, which the ranks share; panels of TITLES of this rank's first images)."""
     side = model.img_size[0]
     dataset = AddressedDataset(images, ResizeForDetection(side))
     indices = range(len(images))
@@ -129,7 +127,7 @@ def detect_all(
     results: list[dict[str, Any]] = []
     rows: list[list[np.ndarray]] = []
     model.eval()
-    with count_non_finite(model, device) as num_bad:
+    with finite_outputs(model, context.device):
         for index, (img, size) in zip(share_of_rank(indices).tolist(), loaded, strict=True):
             objects = detect(model, img, size, context)
             results += coco_results(objects, int(images.ids[index]), images.categories)
@@ -138,8 +136,6 @@ def detect_all(
                 picture = as_picture(to_tensor(pixels), context.normalize)
                 truth = annotated_objects(images, index)
                 rows.append([draw_objects(picture, shown, images.categories) for shown in (truth, objects)])
-    if collectives.all_reduce_sum(num_bad) > 0:
-        raise FloatingPointError("the outputs of the model are not finite: try --precision fp32, and check --std")
     results_of_all = chain.from_iterable(collectives.gather_objects(results))
     return sorted(results_of_all, key=itemgetter("image_id")), rows
 

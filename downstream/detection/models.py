@@ -268,7 +268,7 @@ class Detector(nn.Module):
         Layers: patches and positions, each block, everything else. Only the blocks' norms and the position table have
         no weight decay.
         """
-        top = self.backbone.depth + 1
+        top = len(self.backbone.blocks) + 1
         groups: dict[tuple[int, float], dict[str, Any]] = {}
         for name, parameter in self.named_parameters():
             layer = top

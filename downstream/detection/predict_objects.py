@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from downstream.detection.data import Category, ResizeForDetection
-from downstream.detection.engine_detection import count_non_finite, detect
+from downstream.detection.engine_detection import detect, finite_outputs
 from downstream.detection.objects import DetectedObject, coco_results
 from downstream.detection.pictures import draw_objects
 from encoders.trained import Trained
@@ -78,19 +78,14 @@ class Detections:
         side = self.model.img_size[0]
         view = ResizeForDetection(side)
         context = self.context.one_by_one()
-        with count_non_finite(self.model, context.device) as num_bad:
-            batches = readable_batches(self.images, view, self.missing(), context, view_of_one, (side, side))
-            for (i,), (img, size) in batches:
+        batches = readable_batches(self.images, view, self.missing(), context, view_of_one, (side, side))
+        for (i,), (img, size) in batches:
+            with finite_outputs(self.model, context.device):
                 objects = detect(self.model, img, size, context)
-                if num_bad > 0:
-                    raise FloatingPointError(
-                        f"the outputs of the model are not finite for {self.images.path(i)!r}: try --precision "
-                        "fp32, and check --std"
-                    )
-                if i < self.num_pictures:
-                    self.write_picture(i, objects)
-                results = coco_results(objects, self.ids[i], self.categories)
-                self.results.add(i, {"size": list(size), "results": results})
+            if i < self.num_pictures:
+                self.write_picture(i, objects)
+            results = coco_results(objects, self.ids[i], self.categories)
+            self.results.add(i, {"size": list(size), "results": results})
         self.join()
 
     def write_picture(self, i: int, objects: Sequence[DetectedObject]) -> None:
