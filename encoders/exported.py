@@ -13,6 +13,10 @@ from util.run.errors import CheckpointError
 from util.run.files.checkpoint import find_weights, reading
 from util.run.files.record import INVALID_SETTINGS, Checkpoint, CheckpointInfo
 
+# What the encoders here compute with, by the names in a config of Transformers, where weights do not show it. The
+# smallest epsilon is as good as 1e-6.
+COMPUTED = {"hidden_act": ("gelu",), "layer_norm_eps": (1e-12, 1e-6), "rope_theta": (100.0,), "key_bias": (False,)}
+DINOV3 = {**COMPUTED, "layer_norm_eps": (1e-5,)}
 EXPORTED_SETTINGS = ("mean", "std", "input_size", "crop_pct", "registers", *INVALID_SETTINGS)
 EXPORTED_FACTS = ("classes", "pixels", *EXPORTED_SETTINGS)
 
@@ -50,10 +54,12 @@ def add_config(info: CheckpointInfo, path: Path) -> CheckpointInfo:
         return replace(info, settings={**view, **info.settings}, pixels=info.pixels or "uint8", classes=classes)
     if config.get("model_type") not in ("vit", "vit_mae", "dinov2", "dinov2_with_registers", "dinov3_vit"):
         return info
-    if config.get("hidden_act", "gelu") != "gelu":
-        raise CheckpointError(
-            f"the config of {str(path)!r} has the activation {config['hidden_act']!r}; the encoders here have gelu"
-        )
+    computed = DINOV3 if config["model_type"] == "dinov3_vit" else COMPUTED
+    for name, values in computed.items():
+        if config.get(name, values[0]) not in values:
+            raise CheckpointError(
+                f"the config of {str(path)!r} has {name} {config[name]!r}; the encoders here have {values[-1]!r}"
+            )
     settings = {
         "input_size": config["image_size"],
         "num_heads": config["num_attention_heads"],
@@ -62,10 +68,10 @@ def add_config(info: CheckpointInfo, path: Path) -> CheckpointInfo:
     if images.get("do_normalize", bool(images)):
         settings["mean"] = images.get("image_mean")
         settings["std"] = images.get("image_std")
-    pixels: str | None = "float32"
+    factor = 1.0
     if images.get("do_rescale", True):
-        factors = {1 / 255: "uint8", 1 / 65535: "uint16"}
-        pixels = factors.get(images.get("rescale_factor", 0))
+        factor = images.get("rescale_factor", 0.0)
+    pixels = {1.0: "float32", 1 / 255: "uint8", 1 / 65535: "uint16"}.get(factor)
     return replace(
         info,
         settings={**settings, **info.settings},
