@@ -337,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
             torch.backends.cudnn.benchmark = True  # shapes are static
             torch.manual_seed(args.seed)  # the same initial weights on every rank
             # What the first weights ask for takes the place of defaults, and flags that were given win.
-            model_settings = {**vars(args), **first.traits, **parser.flags_chosen()}
+            model_settings = {**vars(args), **first.settings, **parser.flags_chosen()}
             model = build_model(model_settings)
             model = model.to(run.process.device)
             model.use_statistics(*statistics)

@@ -15,8 +15,9 @@ adapt_weights(tensors): returns the weights under names of its own.
 Errors are CheckpointErrors, which are ValueErrors and name the file; FloatingPointError if a weight is not finite.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +28,6 @@ from encoders.kinds import PLAIN, SWIN, Kind, find_kind
 from encoders.names import (
     CLS_TOKEN_MLP,
     COMPUTED_KEYS,
-    Origin,
     Tensors,
     constant_mlp,
     drop_prefix,
@@ -35,13 +35,12 @@ from encoders.names import (
     fold_cls_token,
     fold_scales,
     from_dino,
-    is_gated,
     is_scale,
     swap_merging,
 )
-from encoders.resize import check_cls_tokens, choose_rgb_bands, fit_patch_embed, fit_tables, patch_size
+from encoders.resize import choose_rgb_bands, fit_patch_embed, fit_tables
 from models_vit import traits_in
-from util.pos_embed import BIAS_TABLE, grid_from_settings, height_and_width
+from util.pos_embed import BIAS_TABLE, height_and_width
 from util.run.errors import CheckpointError
 from util.run.files import checkpoint
 from util.run.files.record import CheckpointInfo
@@ -50,104 +49,76 @@ from util.text import shorten
 if TYPE_CHECKING:
     from util.run.start.run import Run
 
-# Beginnings of an encoder's keys. Weights with such a key that the model lacks are those of another network. Positions
-# may be a table or biases, and a classifier with mean pooling has another final norm: PATCH_KEYS are the others.
-PATCH_KEYS = ("patch_embed.", "blocks.", "layers.", "norm_pre.", "pre_norm.", "reg_token")
-ENCODER_KEYS = (*PATCH_KEYS, "cls_token", "pos_embed", "norm.", "rel_pos_bias.")
+# Beginnings of the keys that file and model must both have, or neither. A final norm is not among them: the heads of
+# classifiers with mean pooling, of dense tasks, and CrossMAE's decoder read what is before it.
+ENCODER_KEYS = (
+    *("patch_embed.", "cls_token", "reg_token", "pos_embed", "rel_pos_bias."),
+    *("norm_pre.", "pre_norm.", "blocks.", "layers."),
+)
 # Beginnings of keys of others: of heads and of what only pre-training has.
 OTHER_KEYS = (
-    *("head", "fc_norm.", "pooler.", "mask_token", "masked_embed", "decoder", "pred."),
+    *("head", "norm.", "fc_norm.", "pooler.", "mask_token", "masked_embed", "decoder", "pred."),
     *("aggregation.", "proj_layers.", "proj_weights", "encoder_adaptor.", "cls_token_mlp.", "rope_embed."),
     *("wfm.", "dec_norms.", "forward_fea_decoder.", "forward_att_decoder.", "hog_enc."),  # of releases
 )
-DENSE_PROGRAMS = ("main_segmentation.py", "main_detection.py")  # their encoders have positions in each block
 
 
 @dataclass(frozen=True)
 class Weights:
     """What a file holds, see `interpret`.
 
-    path: of the file, or a name. raw: its tensors under its own names. info: what the file says beside them. origin:
-    the project whose names these are. tensors: the same under the names here, which are those of MAE and timm.
-    settings: what the file says of its run or network, and its weights of their network. kind: of the encoder.
+    path: of the file, or a name. label: names the file and its origin in messages. raw: its tensors under its own
+    names. tensors: the same under the names here, which are those of MAE and timm. info: what the file says beside
+    them. settings: what the file says of its run or network, and its weights of their network. kind: of the encoder.
+    traits: those arguments of a plain ViT that follow from its first weights, see `models_vit.TRAITS`.
     """
 
     path: str | Path
+    label: str
     raw: Tensors
-    info: CheckpointInfo
-    origin: Origin
     tensors: Tensors
+    info: CheckpointInfo
     settings: dict[str, Any]
     kind: Kind
-
-    @property
-    def what(self) -> str:
-        """Names the file and its origin in messages."""
-        provenance = self.origin.name
-        if self.info.settings.get("model"):
-            provenance = f"made as {self.info.settings['model']}"
-        return f"{str(self.path)!r} ({provenance})"
-
-    @property
-    def pixels(self) -> dict[str, Any]:
-        """Type, mean and std of the images, None where unknown."""
-        return self.info.pixel_settings
-
-    @property
-    def num_classes(self) -> int | None:
-        """The number of classes of the head, that of a linear probe included. None: no head."""
-        for key in ("head.weight", "head.1.weight"):
-            if key in self.tensors:
-                return len(self.tensors[key])
-        return None
-
-    @property
-    def in_chans(self) -> int | None:
-        """The channels of the images, None without a patch embedding."""
-        kernel = self.tensors.get("patch_embed.proj.weight")
-        return None if kernel is None else kernel.shape[1]
-
-    @property
-    def traits(self) -> dict[str, Any]:
-        """Those arguments of a plain ViT that follow from its first weights: see `models_vit.TRAITS`."""
-        return traits_in(self.settings) if self.is_dense or self.kind is PLAIN else {}
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """Arguments of `kind.encoder`. ValueError if the weights are of no known kind or size, or of a dense task."""
-        self.refuse_dense()
-        return self.kind.read_sizes(self.tensors, self.settings, self.what)
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether this is the model of a dense task, whose encoder has positions in each block."""
-        return self.info.run is not None and self.info.run.program in DENSE_PROGRAMS
-
-    def refuse_dense(self) -> None:
-        """Raises CheckpointError for the model of a dense task."""
-        if self.is_dense:
-            raise CheckpointError(f"{self.what} is a model of a dense task: give the encoder that it started from")
+    traits: dict[str, Any]
+    in_chans: int | None  # None without a patch embedding
+    num_classes: int | None  # of the head, that of a linear probe included; None without a head
 
 
 def interpret(path: str | Path, raw: Tensors, info: CheckpointInfo) -> Weights:
     """Finds out what weights are. CheckpointError if they are of a network that no encoder here is.
 
-    The arguments are the first fields of `Weights`.
+    path, raw, info: see `Weights`.
     """
     origin = find_origin(raw)
-    renamed = origin.rename(raw)
-    if is_gated(renamed):
-        raise CheckpointError(f"{str(path)!r} has gated MLPs (SwiGLU), which no encoder here has")
-    if "blocks.0.gamma_1" in renamed and "pos_embed" in renamed and find_kind(renamed) is PLAIN:
-        raise CheckpointError(
-            f"{str(path)!r} has a table of positions and the names of timm's ViTs that rotate queries, too, which no "
-            "encoder here does; of DeiT III give timm's file"
-        )
-    tensors, of_network = from_dino(renamed, grid_from_settings(info.settings, patch_size(renamed)))
-    cls_token = tensors.get("cls_token")
-    if cls_token is not None and cls_token.ndim == 3:
-        of_network["num_cls_tokens"] = cls_token.shape[1]
-    return Weights(path, raw, info, origin, tensors, {**of_network, **info.settings}, find_kind(tensors))
+    tensors = origin.rename(raw)
+    kind = find_kind(tensors)
+    of_network: dict[str, Any] = {}
+    if kind is PLAIN:
+        if "blocks.0.gamma_1" in tensors and "pos_embed" in tensors:
+            raise CheckpointError(
+                f"{str(path)!r} has a table of positions and the names of timm's ViTs that rotate queries, too, which "
+                "no encoder here does; of DeiT III give timm's file"
+            )
+        tensors, of_network = from_dino(tensors, info.settings)
+    settings = {**of_network, **info.settings}
+    provenance = origin.name
+    if info.settings.get("model"):
+        provenance = f"made as {info.settings['model']}"
+    kernel = tensors.get("patch_embed.proj.weight")
+    head = tensors.get("head.weight", tensors.get("head.1.weight"))
+    return Weights(
+        path=path,
+        label=f"{str(path)!r} ({provenance})",
+        raw=raw,
+        tensors=tensors,
+        info=info,
+        settings=settings,
+        kind=kind,
+        traits=traits_in(settings),
+        in_chans=None if kernel is None else kernel.shape[1],
+        num_classes=None if head is None else len(head),
+    )
 
 
 class LoadReport(NamedTuple):
@@ -160,14 +131,14 @@ class LoadReport(NamedTuple):
     remarks: Sequence[str] = ()
 
     def __str__(self) -> str:
-        """Returns one line of counts and names. Unexpected keys are named by their modules, such as `decoder`."""
+        """Returns one line of counts and names of modules, such as `decoder`."""
         parts = [f"{len(self.loaded)} loaded"]
         for what, keys in {"resized": self.resized, "missing": self.missing, "not used": self.unexpected}.items():
-            names = keys
-            if what == "not used":
-                names = list(dict.fromkeys(key.partition(".")[0] for key in keys))
-            in_brackets = f" ({shorten(names, most=6)})" if names else ""
-            parts.append(f"{len(keys)} {what}{in_brackets}")
+            part = f"{len(keys)} {what}"
+            if keys:
+                modules = dict.fromkeys(key.partition(".")[0] for key in keys)
+                part += f" ({shorten([*modules], most=6)})"
+            parts.append(part)
         return "; ".join([*parts, *self.remarks])
 
 
@@ -203,32 +174,18 @@ def read_file(path: Path, is_verified: bool = False) -> tuple[Tensors, Checkpoin
     return tensors, info
 
 
-@dataclass(frozen=True)
-class FirstWeights:
-    """What a run begins with. weights: those of a new run, None if they are random. A resumed run reads none again.
+class FirstWeights(NamedTuple):
+    """What a run begins with. A resumed run reads no weights again.
 
-    recorded: the settings of a resumed run. rgb_bands: which bands of the images hold red, green and blue, if the
-    weights are for RGB and the images have other bands; see `encoders.resize.choose_rgb_bands`.
+    weights: those of a new run, None if they are random. rgb_bands: which bands of the images hold red, green and blue,
+    if the weights are for RGB and the images have other bands; see `encoders.resize.choose_rgb_bands`. settings: what
+    the settings of the run say of both. pixels: type, mean and std of the weights' images, None where unknown.
     """
 
     weights: Weights | None
-    recorded: Mapping[str, Any]
     rgb_bands: Sequence[int] | None
-
-    @property
-    def traits(self) -> dict[str, Any]:
-        """See `Weights.traits`."""
-        return traits_in(self.recorded) if self.weights is None else self.weights.traits
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What the settings of the run say of them."""
-        return {"rgb_bands": self.rgb_bands, **self.traits}
-
-    @property
-    def pixels(self) -> dict[str, Any]:
-        """See `Weights.pixels`."""
-        return {} if self.weights is None else self.weights.pixels
+    settings: dict[str, Any]
+    pixels: dict[str, Any]
 
 
 def read_first(run: "Run") -> FirstWeights:
@@ -236,13 +193,22 @@ def read_first(run: "Run") -> FirstWeights:
 
     ValueError if --rgb_bands is missing or has no effect.
     """
-    args = run.args
+    weights = None
+    traits: dict[str, Any] = {}
+    pixels: dict[str, Any] = {}
+    in_chans = None
+    rgb_bands = run.args.rgb_bands
     if run.resumed is not None:
-        return FirstWeights(None, run.resumed.settings, args.rgb_bands or run.resumed.settings.get("rgb_bands"))
-    if run.first_weights is None:
-        return FirstWeights(None, {}, choose_rgb_bands(args.rgb_bands, None, args.in_chans))
-    weights = read(run.first_weights.path, run.process.need_not_verify)
-    return FirstWeights(weights, {}, choose_rgb_bands(args.rgb_bands, weights.in_chans, args.in_chans))
+        traits = traits_in(run.resumed.settings)
+        rgb_bands = rgb_bands or run.resumed.settings.get("rgb_bands")
+    else:
+        if run.first_weights is not None:
+            weights = read(run.first_weights.path, run.process.need_not_verify)
+            traits = weights.traits
+            pixels = weights.info.pixel_settings
+            in_chans = weights.in_chans
+        rgb_bands = choose_rgb_bands(rgb_bands, in_chans, run.args.in_chans)
+    return FirstWeights(weights, rgb_bands, {"rgb_bands": rgb_bands, **traits}, pixels)
 
 
 # --------------------------------------------------------------------------------------------------------------- load
@@ -251,7 +217,7 @@ def read_first(run: "Run") -> FirstWeights:
 def load_all(model: nn.Module, weights: Weights) -> LoadReport:
     """Loads every key of the file, which must be those of the model, without resizing."""
     tensors, remarks = _rename_for(model, weights)
-    strict.load_strict(model, tensors, f"the weights in {weights.what}")
+    strict.load_strict(model, tensors, f"the weights in {weights.label}")
     return LoadReport(list(tensors), remarks=remarks)
 
 
@@ -279,24 +245,20 @@ def load_encoder(
     folded into the token, unless the model has such an MLP. Where the file has none, the MLP begins as a constant map
     to the file's token: TEC's published files are such. Layer scales that the model lacks are folded into its weights.
     """
-    weights = _opened(source)
+    weights = source if isinstance(source, Weights) else read(source)
     if first_release_merging:
-        weights = interpret(weights.path, swap_merging(weights.raw), weights.info)
+        weights = replace(weights, tensors=swap_merging(weights.tensors))
     fitted = _fit(model, weights, rgb_bands)
-    objection = _object_to_head(weights, fitted, model, classes)
-    if objection:
-        fitted.remarks.append(f"the head is not loaded: {objection}")
+    model_state = model.state_dict()
+    has_other_classes = classes is not None and weights.info.classes not in (None, [*classes])
+    for key, value in fitted.fitting.items():
+        if key.startswith("head.") and value.shape != model_state[key].shape:
+            has_other_classes = True
+    if has_other_classes:
+        fitted.remarks.append("the head is not loaded: it is for other classes")
         fitted = fitted._replace(fitting=drop_prefix(fitted.fitting, "head."))
-    missing = fitted.list_missing(model)
-    optional = ("head.", "fc_norm.", "norm.")
-    required = [key for key in missing if not key.startswith(optional)]
-    prefixes: tuple[str, ...] = ENCODER_KEYS
-    if hasattr(model, "head"):  # the final norm and the positions of a classifier may be others
-        prefixes = PATCH_KEYS
-    if getattr(model, "pos_embed", None) is None:
-        prefixes = (*prefixes, "pos_embed")  # learnt with the encoder
-    report = _put(model, weights, fitted, required, prefixes)
-    if "norm.weight" in missing:
+    report = _put(model, weights, fitted)
+    if "norm.weight" in report.missing:
         model.norm.reset_parameters()
         fitted.remarks.append("the file holds no final norm: norm starts with weight 1 and bias 0")
     return report
@@ -307,7 +269,7 @@ def load_blocks(model: nn.Module, source: str | Path | Weights, rgb_bands: Seque
 
     All else, a decoder, for example, is loaded where names and shapes fit. Tensors are fitted as in `load_encoder`.
     """
-    weights = _opened(source)
+    weights = source if isinstance(source, Weights) else read(source)
     fitted = _fit(model, weights, rgb_bands)
     size = weights.settings.get("input_size")
     has_other_grid = "pos_embed" in fitted.resized
@@ -318,12 +280,19 @@ def load_blocks(model: nn.Module, source: str | Path | Weights, rgb_bands: Seque
     for key, value in fitted.fitting.items():
         # Tables of decoders may have as many tokens, in other places.
         is_misplaced = has_other_grid and key.endswith(".pos_embed")
-        if _is_of_blocks(key) or (value.shape == model_state[key].shape and not is_misplaced):
+        if key.startswith(ENCODER_KEYS) or (value.shape == model_state[key].shape and not is_misplaced):
             fitting[key] = value
-    fitted = fitted._replace(fitting=fitting)
-    # Without its table, a file is of an encoder that knows positions in another way.
-    required = [key for key in fitted.list_missing(model) if _is_of_blocks(key) or key == "pos_embed"]
-    return _put(model, weights, fitted, required, PATCH_KEYS)
+    return _put(model, weights, fitted._replace(fitting=fitting))
+
+
+def sizes_of(weights: Weights) -> dict[str, Any]:
+    """Infers the arguments of the encoder. ValueError if the weights are of no known kind or size."""
+    try:
+        return weights.kind.read_sizes(weights.tensors, weights.settings)
+    except KeyError as error:
+        raise ValueError(f"{weights.label} holds no encoder of a known kind: it has no {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{weights.label}: {error}") from error
 
 
 def build(weights: Weights, with_head: bool = True, **sizes: Any) -> tuple[nn.Module, LoadReport]:
@@ -334,20 +303,20 @@ def build(weights: Weights, with_head: bool = True, **sizes: Any) -> tuple[nn.Mo
     with_head: False leaves out the head of a classifier, and the final norm if the file holds none.
     sizes: win over the sizes that were inferred.
     """
-    sizes = {**weights.sizes, **sizes}
+    sizes = {**sizes_of(weights), **sizes}
     kind = weights.kind
     tensors = weights.tensors
     model: nn.Module
     if with_head and weights.num_classes is not None:
         pools_mean = kind is SWIN or "fc_norm.weight" in tensors
-        model = kind.make_classifier(
+        model = pkgutil.resolve_name(kind.classifier)(
             num_classes=weights.num_classes,
             global_pool="avg" if pools_mean else "token",
             probe="head.1.weight" in tensors,
             **sizes,
         )
         return model.eval(), load_all(model, weights)
-    model = kind.make_encoder(**sizes)
+    model = pkgutil.resolve_name(kind.encoder)(**sizes)
     if not with_head and "norm.weight" not in tensors:
         model.norm = nn.Identity()
     report = load_encoder(model, weights)
@@ -365,65 +334,40 @@ class _Fitted(NamedTuple):
     resized: list[str]
     remarks: list[str]
 
-    def list_missing(self, model: nn.Module) -> list[str]:
-        """Returns the keys of the model that the file lacks, but for those that pre-training does not have."""
-        missing = [key for key in model.state_dict() if key not in self.fitting]
-        return [key for key in missing if not key.endswith(getattr(model, "new_keys", ()))]
-
-
-def _opened(source: str | Path | Weights) -> Weights:
-    return source if isinstance(source, Weights) else read(source)
-
 
 def _fit(model: nn.Module, weights: Weights, rgb_bands: Sequence[int] | None) -> _Fitted:
     """Renames and resizes the tensors of a file for `model`."""
-    if not hasattr(model, "new_keys"):
-        weights.refuse_dense()
     tensors, remarks = _rename_for(model, weights)
-    if weights.settings.get("model"):
-        remarks.insert(0, f"made as {weights.settings['model']}")
-    if weights.settings.get("rotary") and not getattr(model, "rotary", False):
-        raise CheckpointError(
-            f"{weights.what} has rotary positions, as DINOv3, which this {type(model).__name__} has not"
-        )
     model_state = model.state_dict()
     if CLS_TOKEN_MLP in model_state and CLS_TOKEN_MLP not in tensors and "cls_token" in tensors:
         tensors = {**tensors, **constant_mlp(tensors["cls_token"], model_state)}
         remarks.append("the MLP on the class token begins as the file's token")
     tensors = _copy_shared_bias_table(tensors, model_state)
     fitting = {key: value for key, value in tensors.items() if key in model_state}
-    label = weights.what
-    class_name = type(model).__name__
-    check_cls_tokens(fitting, model_state, label, class_name)
-    remarks += fit_patch_embed(fitting, model_state, label, class_name, rgb_bands, weights.pixels)
-    resized = fit_tables(fitting, weights.settings, model_state, model, label)
+    remarks += fit_patch_embed(fitting, model_state, weights.label, rgb_bands, weights.info.pixel_settings)
+    resized = fit_tables(fitting, weights.settings, model_state, model, weights.label)
     return _Fitted(tensors, fitting, resized, remarks)
 
 
-def _put(
-    model: nn.Module,
-    weights: Weights,
-    fitted: _Fitted,
-    required: Sequence[str],
-    prefixes: tuple[str, ...],
-) -> LoadReport:
-    """Loads what fits. CheckpointError if it lacks keys or has other shapes, or if the file has other parts.
-
-    required: keys of the model that are missing. prefixes: see `refuse_foreign`.
-    """
-    problems = strict.list_misshaped(fitted.fitting, model.state_dict())
+def _put(model: nn.Module, weights: Weights, fitted: _Fitted) -> LoadReport:
+    """Loads what fits. CheckpointError if the file lacks parts of the encoder, or has other parts or shapes."""
+    model_state = model.state_dict()
+    absent = [key for key in model_state if key not in fitted.fitting]
+    missing = [key for key in absent if not key.endswith(getattr(model, "new_keys", ()))]
+    problems = strict.list_misshaped(fitted.fitting, model_state)
+    required = [key for key in missing if key.startswith(ENCODER_KEYS)]
     if required:
         problems.insert(0, f"missing: {shorten(required, most=6)}")
     if problems:
-        what = f"{weights.what} does not hold the encoder of this {type(model).__name__}"
+        what = f"{weights.label} does not hold the encoder of this {type(model).__name__}"
         raise CheckpointError(f"{what}: {shorten(problems, most=6)}")
     expected = [key for key in fitted.tensors if not key.startswith(getattr(model, "unused_keys", ()))]
+    prefixes: tuple[str, ...] = ENCODER_KEYS
     if weights.info.run is None:
         unknown = [key for key in expected if not key.startswith((*ENCODER_KEYS, *OTHER_KEYS))]
-        prefixes = (*prefixes, *unknown)
-    refuse_foreign(model, expected, weights.what, prefixes)
-    strict.check_values(fitted.fitting, f"the weights in {weights.what}")
-    missing = fitted.list_missing(model)
+        prefixes = (*ENCODER_KEYS, *unknown)
+    refuse_foreign(model, expected, weights.label, prefixes)
+    strict.check_values(fitted.fitting, f"the weights in {weights.label}")
     model.load_state_dict(fitted.fitting, strict=False)
     unexpected = [key for key in fitted.tensors if key not in fitted.fitting]
     return LoadReport(list(fitted.fitting), fitted.resized, missing, unexpected, fitted.remarks)
@@ -446,10 +390,6 @@ def refuse_foreign(model: nn.Module, keys: Sequence[str], label: str, prefixes: 
         )
 
 
-def _is_of_blocks(key: str) -> bool:
-    return key == "cls_token" or key.startswith(("patch_embed.", "blocks.", "layers."))
-
-
 def _rename_for(model: nn.Module, weights: Weights) -> tuple[Tensors, list[str]]:
     """Returns (the weights under the model's names, remarks on what was folded).
 
@@ -468,7 +408,7 @@ def _rename_for(model: nn.Module, weights: Weights) -> tuple[Tensors, list[str]]
     for block in getattr(model, "blocks", ()):
         heads = getattr(block.attn, "num_heads", stored_heads)
         if stored_heads not in (None, heads):
-            raise CheckpointError(f"{weights.what} has {stored_heads} heads, this {type(model).__name__} has {heads}")
+            raise CheckpointError(f"{weights.label} has {stored_heads} heads, this {type(model).__name__} has {heads}")
     if hasattr(model, "adapt_weights"):
         tensors = model.adapt_weights(tensors)
     if any(is_scale(name) and name not in model_keys for name in tensors):
@@ -488,15 +428,3 @@ def _copy_shared_bias_table(tensors: Tensors, model_state: Tensors) -> Tensors:
         if key.endswith(f"attn.{BIAS_TABLE}"):
             copied.setdefault(key, shared)
     return copied
-
-
-def _object_to_head(weights: Weights, fitted: _Fitted, model: nn.Module, classes: Sequence[str] | None) -> str:
-    """Returns what says that the file's head is for other classes than the model's, or ""."""
-    model_state = model.state_dict()
-    for key, value in fitted.fitting.items():
-        if key.startswith("head.") and value.shape != model_state[key].shape:
-            return f"it has {weights.num_classes} classes, the model {len(model_state[key])}"
-    for i, (theirs, ours) in enumerate(zip(weights.info.classes or (), classes or (), strict=False)):
-        if theirs != ours:
-            return f"its class {i} is {theirs!r}, the model's {ours!r}"
-    return ""

@@ -51,16 +51,21 @@ def relative_position_index(grid_size: tuple[int, int], num_cls_tokens: int = 1)
     return index
 
 
+def add_bias_table(module: nn.Module, grid_size: tuple[int, int], num_heads: int, num_cls_tokens: int = 1) -> None:
+    """Adds a table of biases, which begins at 0, and its index, under the names of SimMIM's releases."""
+    rows, columns = grid_size
+    num_offsets = (2 * rows - 1) * (2 * columns - 1)
+    module.relative_position_bias_table = nn.Parameter(torch.zeros(num_offsets + 3, num_heads))
+    index = relative_position_index(grid_size, num_cls_tokens)
+    module.register_buffer("relative_position_index", index, persistent=False)
+
+
 class RelativePositionBias(nn.Module):
     """Learned biases of the attention logits: one for each offset between two tokens, and three for the class token."""
 
-    def __init__(self, grid_size: tuple[int, int], num_heads: int, num_cls_tokens: int = 1) -> None:
+    def __init__(self, grid_size: tuple[int, int], num_heads: int) -> None:
         super().__init__()
-        rows, columns = grid_size
-        num_offsets = (2 * rows - 1) * (2 * columns - 1)
-        self.relative_position_bias_table = nn.Parameter(torch.zeros(num_offsets + 3, num_heads))
-        index = relative_position_index(grid_size, num_cls_tokens)
-        self.register_buffer("relative_position_index", index, persistent=False)
+        add_bias_table(self, grid_size, num_heads)
 
     def forward(self, ids: Tensor | None = None) -> Tensor:
         """Returns the biases of all tokens [1, heads, 1 + N, 1 + N].
@@ -98,10 +103,7 @@ class RelativeAttention(nn.Module):
         self.v_bias = nn.Parameter(torch.zeros(dim))
         self.proj = nn.Linear(dim, dim)
         if grid_size is not None:
-            # Registered here and not in a submodule, because SimMIM's releases have these names.
-            position_bias = RelativePositionBias(grid_size, num_heads, num_cls_tokens)
-            self.relative_position_bias_table = position_bias.relative_position_bias_table
-            self.register_buffer("relative_position_index", position_bias.relative_position_index, persistent=False)
+            add_bias_table(self, grid_size, num_heads, num_cls_tokens)
 
     def project(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Returns queries, keys and values of x [B, T, C], each [B, heads, T, d], and the bias of the logits."""
@@ -153,13 +155,16 @@ class RelativeBlock(nn.Module):
         return x + self.drop_path(self.gamma_2 * self.mlp(self.norm2(x)))
 
 
-class RelativeViTEncoder(ViTEncoder):
-    """SimMIM's ViT, which has tables of relative-position biases instead of a position table.
+class SimMIMEncoder(ViTEncoder):
+    """SimMIM's ViT: blocks with layer scales, and positions as biases, or as a learned table if `has_table`.
 
     img_size, ..., drop_path_rate: see `models_vit.ViTEncoder`.
     init_values: initial value of the layer scales.
-    shared_bias: True if all blocks share one bias table (pre-training), False if each has its own (fine-tuning).
+    pretraining: let all blocks share one bias table, where fine-tuning has one for each; and truncate the normal
+        distribution of the initial weights at one sigma, as the release does in pre-training alone.
     """
+
+    has_table = False
 
     def __init__(
         self,
@@ -172,25 +177,28 @@ class RelativeViTEncoder(ViTEncoder):
         mlp_ratio: float = 4.0,
         drop_path_rate: float = 0.0,
         init_values: float = 0.1,
-        shared_bias: bool = True,
+        pretraining: bool = False,
     ) -> None:
         nn.Module.__init__(self)
         self.add_embedding(img_size, patch_size, in_chans, embed_dim, mlp_ratio)
-        # The release truncates the normal distribution at one sigma in pre-training, but not in fine-tuning.
-        limit = 0.02
         grid_of_blocks = None
-        if not shared_bias:
-            limit = 2.0
+        if self.has_table:
+            self.pos_embed = nn.Parameter(torch.zeros(1, 1 + self.num_tokens, embed_dim))  # class token first
+        elif not pretraining:
             grid_of_blocks = self.grid_size
         self.blocks = nn.ModuleList()
         for drop_path in drop_path_rates(drop_path_rate, depth):
             block = RelativeBlock(embed_dim, num_heads, mlp_ratio, drop_path, init_values, grid_of_blocks)
             self.blocks.append(block)
         self.rel_pos_bias: RelativePositionBias | None = None
-        if shared_bias:
+        if pretraining and not self.has_table:
             self.rel_pos_bias = RelativePositionBias(self.grid_size, num_heads)
         self.norm = layer_norm(embed_dim)
-        init_weights_simmim(self, limit)
+        init_weights_simmim(self, limit=0.02 if pretraining else 2.0)
+
+
+class RelativeViTEncoder(SimMIMEncoder):
+    """SimMIM's ViT, which has tables of relative-position biases instead of a position table."""
 
     def input_parameters(self) -> list[nn.Parameter]:
         if self.rel_pos_bias is not None:
@@ -222,15 +230,15 @@ def init_weights_simmim(encoder: ViTEncoder, limit: float) -> None:
         scale = (2 * number) ** 0.5
         block.attn.proj.weight.data.div_(scale)
         block.mlp.fc2.weight.data.div_(scale)
+    if encoder.pos_embed is not None:
+        nn.init.trunc_normal_(encoder.pos_embed, std=0.02, a=-limit, b=limit)
 
 
-class RelativeVisionTransformer(Classifier, RelativeViTEncoder):
-    """The encoder with a classification head, as SimMIM fine-tunes it: a bias table per block, mean pooling, `fc_norm`.
+class SimMIMClassifier(Classifier):
+    """A classification head as SimMIM fine-tunes it.
 
-    num_classes, global_pool, probe: see `models_vit.Classifier`. kwargs: arguments of `RelativeViTEncoder`.
+    num_classes, global_pool, probe: see `models_vit.Classifier`. kwargs: arguments of `SimMIMEncoder`.
     """
-
-    pools = ("avg",)
 
     def __init__(
         self,
@@ -239,8 +247,14 @@ class RelativeVisionTransformer(Classifier, RelativeViTEncoder):
         probe: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(shared_bias=False, **kwargs)
+        super().__init__(**kwargs)
         self.add_head(num_classes, global_pool, probe, std=0.02 * 0.001)
+
+
+class RelativeVisionTransformer(SimMIMClassifier, RelativeViTEncoder):
+    """The encoder with a classification head: a bias table per block, mean pooling, `fc_norm`."""
+
+    pools = ("avg",)
 
     def no_weight_decay(self) -> set[str]:
         """Returns the parameters without weight decay, beside the 1-D ones. As in the release, bias tables decay."""

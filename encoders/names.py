@@ -3,7 +3,6 @@
 `find_origin` recognises a file by its keys. To read files of another project, add a row to `ORIGINS`.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -11,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from util.pos_embed import BIAS_TABLE
+from util.pos_embed import grid_from_settings, grid_of
 
 Tensors = dict[str, torch.Tensor]
 
-Q_BIAS = "blocks.0.attn.q_bias"  # of SimMIM's ViT, and of DINOv3 in timm
 CLS_TOKEN_MLP = "cls_token_mlp.fc1.weight"  # of TEC
 COMPUTED_KEYS = ("relative_position_index", "attn_mask")  # endings of buffers that a model computes itself
 
@@ -41,10 +39,6 @@ def select_prefix(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 def drop_prefix(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Returns the weights whose names do not begin with `prefix`."""
     return {name: value for name, value in weights.items() if not name.startswith(prefix)}
-
-
-def unchanged(weights: Tensors) -> Tensors:
-    return weights
 
 
 # mmpretrain (MFF). Its layers count their norms from 1, and so does its backbone: ln1 is the encoder's final norm.
@@ -137,42 +131,30 @@ def from_transformers(weights: Tensors) -> Tensors:
 # ------------------------------------------------------------------------------------------------------------ origins
 
 
-def _begins(*prefixes: str) -> Callable[[Iterable[str]], bool]:
-    return lambda names: any(name.startswith(prefixes) for name in names)
-
-
 class Origin(NamedTuple):
-    """The files of a project. sign: recognises them by their keys."""
+    """The files of a project. prefixes: beginnings of their keys, one of which is enough to recognise a file."""
 
     name: str  # in messages
-    sign: Callable[[Iterable[str]], bool]
-    rename: Callable[[Tensors], Tensors] = unchanged
+    prefixes: tuple[str, ...]
+    rename: Callable[[Tensors], Tensors]
 
 
 ORIGINS = (  # the first that fits
-    Origin("of LocalMIM", lambda names: "norm.0.weight" in names, from_localmim),
-    Origin("of mmpretrain", _begins("backbone."), from_mmpretrain),
-    Origin("of Transformers", _begins("vit.embeddings.", "embeddings.patch_embeddings."), from_transformers),
-    Origin("of SimMIM", _begins("encoder."), from_simmim),
-    Origin("the student in a training checkpoint of iBOT or DINO", _begins("module.backbone."), from_student),
-    Origin("with the key names of MAE and timm", lambda names: True),
+    Origin("of LocalMIM", ("norm.0.weight",), from_localmim),
+    Origin("of mmpretrain", ("backbone.",), from_mmpretrain),
+    Origin("of Transformers", ("vit.embeddings.", "embeddings.patch_embeddings."), from_transformers),
+    Origin("of SimMIM", ("encoder.",), from_simmim),
+    Origin("the student in a training checkpoint of iBOT or DINO", ("module.backbone.",), from_student),
+    Origin("with the key names of MAE and timm", ("",), dict),
 )
 
 
 def find_origin(names: Iterable[str]) -> Origin:
-    return next(origin for origin in ORIGINS if origin.sign(names))
+    keys = list(names)
+    return next(origin for origin in ORIGINS if any(key.startswith(origin.prefixes) for key in keys))
 
 
 # -------------------------------------------------------------------------------------------- weights that are changed
-
-
-def is_gated(weights: Mapping[str, torch.Tensor]) -> bool:
-    """Returns whether the MLPs are gated (SwiGLU), as in DINOv2's giant and some of DINOv3."""
-    if any(re.search(r"\.mlp\.(?:w12|weights_in|gate_proj|fc1_g)\.", name) for name in weights):
-        return True
-    hidden = weights.get("blocks.0.mlp.fc1.weight")
-    output = weights.get("blocks.0.mlp.fc2.weight")
-    return hidden is not None and output is not None and len(hidden) == 2 * output.shape[1]
 
 
 _SCALE = re.compile(r"(blocks\.\d+)\.ls([12])\.gamma")  # a layer scale
@@ -190,25 +172,38 @@ _DINO = (
 )
 
 
-def from_dino(weights: Tensors, grid: tuple[int, int] | None) -> tuple[Tensors, dict[str, Any]]:
-    """Turns DINOv2, DINOv3 and DeiT III into plain ViTs. Returns (weights, arguments in which they differ from MAE's).
+def from_dino(weights: Tensors, settings: Mapping[str, Any]) -> tuple[Tensors, dict[str, Any]]:
+    """Turns DINOv2, DINOv3 and DeiT III into plain ViTs. Returns (weights, arguments that follow from them).
 
-    Registers become further class tokens, and class tokens without positions get zeros. Without a table of positions
-    they are DINOv3's. Other weights are returned as they are.
+    Registers become further class tokens, and class tokens without positions get zeros. Registers that have positions
+    are class tokens. Weights with registers and without a table of positions are DINOv3's.
 
-    grid: of the tokens; square if it is None or does not fit.
+    settings: of the run, which say the grid of tokens; it is square if they do not.
     """
-    is_simmim = any(name.endswith(BIAS_TABLE) for name in weights) or {"pos_embed", Q_BIAS} <= weights.keys()
-    if "cls_token" not in weights or weights["cls_token"].ndim != 3 or is_simmim:
+    if "cls_token" not in weights:
         return weights, {}
     joined = rename(weights, _DINO)
+    registers = joined.pop("reg_token", None)
+    if registers is not None:
+        joined["cls_token"] = torch.cat([joined["cls_token"], registers], dim=1)
+    num_cls_tokens = joined["cls_token"].shape[1]
+    traits: dict[str, Any] = {"num_cls_tokens": num_cls_tokens}
     has_scales = any(is_scale(name) for name in joined)
-    if not has_scales:
-        return join_registers(joined, grid, {})
+    if not has_scales or ("pos_embed" not in joined and registers is None):
+        return joined, traits
+    traits["layer_scale"] = True
     joined.pop("mask_token", None)  # of another pre-training than MAE's
-    if "reg_token" in joined and "pos_embed" not in joined:
-        return join_registers(without_key_bias(joined), grid, {"layer_scale": True, "rotary": True})
-    return join_registers(joined, grid, {"layer_scale": True}, may_lack_positions=True)
+    if "pos_embed" not in joined:
+        return without_key_bias(joined), {**traits, "registers": True, "rotary": True}
+    table = joined["pos_embed"]
+    grid = grid_from_settings(settings, joined["patch_embed.proj.weight"].shape[-1])
+    for num_positions in (num_cls_tokens, 1, 0):  # of class tokens and registers
+        if grid_of(table.shape[1] - num_positions, grid) is not None:
+            zeros = table.new_zeros(1, num_cls_tokens - num_positions, table.shape[2])
+            joined["pos_embed"] = torch.cat([table[:, :num_positions], zeros, table[:, num_positions:]], dim=1)
+            traits["registers"] = num_positions < num_cls_tokens and registers is not None
+            break
+    return joined, traits
 
 
 def fold_scales(weights: Tensors) -> Tensors:
@@ -234,13 +229,11 @@ def without_key_bias(weights: Tensors) -> Tensors:
     for name, matrix in weights.items():
         if name.endswith(".attn.qkv.weight"):
             attention = name.removesuffix("qkv.weight")
-            query, key, value = matrix.new_zeros(len(matrix)).chunk(3)
-            if f"{attention}qkv.bias" in weights:
-                query, _, value = weights[f"{attention}qkv.bias"].chunk(3)
-            elif f"{attention}q_bias" in weights:
-                query = weights[f"{attention}q_bias"]
-                value = weights[f"{attention}v_bias"]
-            merged[f"{attention}qkv.bias"] = torch.cat([query, key, value])
+            no_bias = matrix.new_zeros(len(matrix))
+            query, key, value = weights.get(f"{attention}qkv.bias", no_bias).chunk(3)
+            query = weights.get(f"{attention}q_bias", query)
+            value = weights.get(f"{attention}v_bias", value)
+            merged[f"{attention}qkv.bias"] = torch.cat([query, torch.zeros_like(key), value])
     return merged
 
 
@@ -255,43 +248,6 @@ def split_key_bias(weights: Tensors) -> Tensors:
         else:
             split[name] = value
     return split
-
-
-def join_registers(
-    weights: Tensors, grid: tuple[int, int] | None, traits: dict[str, Any], may_lack_positions: bool = False
-) -> tuple[Tensors, dict[str, Any]]:
-    """Makes registers further class tokens. Returns (weights, traits). See `from_dino`.
-
-    may_lack_positions: the table of positions may have none for class token and registers. Registers that have some are
-    no registers but class tokens, and they stay as they are if they do not.
-    """
-    joined = drop_prefix(weights, "reg_token")
-    tokens = [weights["cls_token"]]
-    if "reg_token" in weights:
-        tokens.append(weights["reg_token"])
-    joined["cls_token"] = torch.cat(tokens, dim=1)
-    num_prefix = joined["cls_token"].shape[1]
-    has_registers = len(tokens) > 1
-    if "pos_embed" in weights:
-        table = weights["pos_embed"]
-        candidates = (num_prefix, 1, 0) if may_lack_positions else (num_prefix,)
-        fitting = [number for number in candidates if is_grid(table.shape[1] - number, grid)]
-        if not fitting:
-            return weights, traits
-        num_positions = fitting[0]  # of class token and registers
-        zeros = table.new_zeros(1, num_prefix - num_positions, table.shape[2])
-        joined["pos_embed"] = torch.cat([table[:, :num_positions], zeros, table[:, num_positions:]], dim=1)
-        has_registers = num_positions < num_prefix and has_registers
-    traits = dict(traits)
-    if has_registers:
-        traits["registers"] = True
-    return joined, traits
-
-
-def is_grid(num_tokens: int, grid: tuple[int, int] | None) -> bool:
-    if num_tokens < 1:
-        return False
-    return num_tokens == math.isqrt(num_tokens) ** 2 or (grid is not None and num_tokens == math.prod(grid))
 
 
 def fold_cls_token(weights: Tensors) -> Tensors:

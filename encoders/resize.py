@@ -1,7 +1,7 @@
 """Fits the tensors of a file to a model of another size: the patch embedding, and tables of positions and biases.
 
 In all functions, `fitting` are the tensors of the file whose names the model has, and `model_state` is the model's
-state dict. `label` names the file in messages, `class_name` the model.
+state dict. `label` names the file in messages.
 """
 
 import math
@@ -11,28 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from encoders.kinds import square_of_biases
 from encoders.names import Tensors
-from util.pos_embed import BIAS_TABLE, grid_from_settings, resize_pos_embed
+from util.pos_embed import BIAS_TABLE, grid_from_settings, grid_of, resize_pos_embed
 from util.run.errors import CheckpointError
-from util.text import count_of
-
-
-def check_cls_tokens(
-    fitting: Tensors,
-    model_state: Tensors,
-    label: str,
-    class_name: str,
-) -> None:
-    """Raises CheckpointError if file and model have class tokens, but not as many."""
-    if "cls_token" not in fitting or fitting["cls_token"].ndim < 2:
-        return
-    number = fitting["cls_token"].shape[1]
-    model_number = model_state["cls_token"].shape[1]
-    if number != model_number:
-        raise CheckpointError(
-            f"{label} holds an encoder with {count_of(number, 'class token')}, registers included, this {class_name} "
-            f"has {model_number}"
-        )
 
 
 def choose_rgb_bands(given: Sequence[int] | None, channels: int | None, model_channels: int) -> Sequence[int] | None:
@@ -64,7 +46,6 @@ def fit_patch_embed(
     fitting: Tensors,
     model_state: Tensors,
     label: str,
-    class_name: str,
     given_bands: Sequence[int] | None,
     pixels: Mapping[str, Any],
 ) -> list[str]:
@@ -76,24 +57,17 @@ def fit_patch_embed(
     Raises CheckpointError for another width or patch size, or for other channels than those of RGB or of the model.
     """
     key = "patch_embed.proj.weight"
-    if key not in fitting or fitting[key].ndim != 4:
+    if key not in fitting:
         return []
-    width, channels = fitting[key].shape[:2]
-    model_width, model_channels = model_state[key].shape[:2]
-    if width != model_width:
-        problem = f"holds an encoder of width {width}, this {class_name} has width {model_width}"
-        raise CheckpointError(f"{label} {problem}: take a model of its size")
-    side = fitting[key].shape[-1]
-    model_side = model_state[key].shape[-1]
-    if side != model_side:
+    shape = list(fitting[key].shape)
+    model_shape = list(model_state[key].shape)
+    channels = shape[1]
+    model_channels = model_shape[1]
+    is_of_model = [shape[0], *shape[2:]] == [model_shape[0], *model_shape[2:]]
+    if not is_of_model or channels not in (3, model_channels):
         raise CheckpointError(
-            f"{label} holds an encoder of patch size {side}, this {class_name} has {model_side}: "
-            f"give --patch_size {side}"
-        )
-    if channels not in (3, model_channels):
-        raise CheckpointError(
-            f"{label} holds an encoder of {count_of(channels, 'channel')}, this {class_name} is for {model_channels}: "
-            f"give --in_chans {channels}"
+            f"{label} holds an encoder of --in_chans {channels}, --patch_size {shape[-1]} and width {shape[0]}; the "
+            f"model has {model_channels}, {model_shape[-1]} and {model_shape[0]}"
         )
     rgb_bands = choose_rgb_bands(given_bands, channels, model_channels)
     if rgb_bands is None:
@@ -129,11 +103,6 @@ def spread_colors(
     return spread.to(kernel.dtype), moved.to(bias.dtype)
 
 
-def patch_size(weights: Tensors) -> int | None:
-    kernel = weights.get("patch_embed.proj.weight")
-    return None if kernel is None else kernel.shape[-1]
-
-
 def fit_tables(
     fitting: Tensors,
     settings: Mapping[str, Any],
@@ -142,15 +111,14 @@ def fit_tables(
     label: str,
 ) -> list[str]:
     """Resizes the tables of positions and of relative-position biases, in place. Returns the keys of those resized."""
-    side = settings.get("patch_size") or patch_size(fitting)  # exports lack the setting
-    grid = grid_from_settings(settings, side)
+    grid = grid_from_settings(settings, model.patch_size)
     resized = []
     for key, table in fitting.items():
         if key == "pos_embed":
             antialias = settings.get("registers", False)
             fitting[key] = _fit_pos_embed(table, grid, model_state[key], tuple(model.grid_size), label, antialias)
         elif key.endswith(BIAS_TABLE):
-            fitting[key] = _fit_bias_table(table, grid, model_state[key], model, label)
+            fitting[key] = _fit_bias_table(table, grid, model_state[key], model)
         if fitting[key] is not table:
             resized.append(key)
     return resized
@@ -166,23 +134,18 @@ def _fit_pos_embed(
 ) -> Tensor:
     """Returns a position table [1, P + n, D] resized to the model's `grid_size`; the same tensor if it fits already.
 
-    grid: that of the table, from the settings of its run. If it is None or has another number of tokens, a square grid
-    is assumed. antialias: see `resize_pos_embed`. For DINOv2 without registers the rules of Meta, timm and Transformers
-    differ; Transformers' is taken, which is MAE's.
+    grid: that of the table, from the settings of its run. antialias: see `resize_pos_embed`. For DINOv2 without
+    registers the rules of Meta, timm and Transformers differ; Transformers' is taken, which is MAE's.
     """
     num_cls_rows = model_table.shape[1] - math.prod(grid_size)
-    num_tokens = table.shape[1] - num_cls_rows
-    side = math.isqrt(num_tokens)
-    if grid is None or math.prod(grid) != num_tokens:
-        grid = (side, side)
-    is_rectangle = math.prod(grid) == num_tokens
-    if is_rectangle and grid == grid_size:
+    source = grid_of(table.shape[1] - num_cls_rows, grid)
+    if source == grid_size:
         return table
-    if not is_rectangle or table.shape[2] != model_table.shape[2]:
+    if source is None:
         raise CheckpointError(
             f"pos_embed {list(table.shape)} of {label} cannot be resized to {list(model_table.shape)}"
         )
-    return resize_pos_embed(table, grid, grid_size, antialias)
+    return resize_pos_embed(table, source, grid_size, antialias)
 
 
 def _fit_bias_table(
@@ -190,34 +153,22 @@ def _fit_bias_table(
     grid: tuple[int, int] | None,
     model_table: Tensor,
     model: nn.Module,
-    label: str,
 ) -> Tensor:
     """Returns a table of relative-position biases resized to the model's grid (ViT) or window (Swin).
 
     The table of a ViT has three more rows, for the class token. Returns the same tensor if it fits already. grid: that
     of a ViT's table, which is assumed to be square if it is None.
     """
-    num_heads = table.shape[1]
-    model_num_heads = model_table.shape[1]
-    if num_heads != model_num_heads:
-        raise CheckpointError(f"{label} holds a bias table of {num_heads} heads, this model has {model_num_heads}")
     if hasattr(model, "cls_token"):
         num_extra = 3
-        source = grid or _square_of(table, num_extra)
+        source = grid or square_of_biases(len(table) - num_extra)
         target = tuple(model.grid_size)
     else:
         num_extra = 0
-        source = _square_of(table)
-        target = _square_of(model_table)
+        source = square_of_biases(len(table))
+        target = square_of_biases(len(model_table))
     if source == target:
         return table
     from encoders.rel_pos import resize_bias_table
 
     return resize_bias_table(table, source, target, num_extra)
-
-
-def _square_of(table: Tensor, num_extra: int = 0) -> tuple[int, int]:
-    """Returns the square grid or window of a bias table, which has (2 side - 1)^2 offsets and `num_extra` rows."""
-    num_offsets_per_axis = round((len(table) - num_extra) ** 0.5)
-    side = (num_offsets_per_axis + 1) // 2
-    return side, side

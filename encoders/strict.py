@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 import torch
 
-from util.pos_embed import list_empty_tables
 from util.run.errors import CheckpointError
 from util.text import shorten
 
@@ -14,7 +13,7 @@ def load_strict(
 ) -> None:
     """Loads `state_dict` into `model`. Raises CheckpointError if any key is missing, unexpected or of another shape.
 
-    For values that cannot be used: the errors of `check_values`.
+    FloatingPointError if a value is not finite.
 
     what: the weights' name in the error, in the plural. optional: keys of the model that contain this text may be
     missing; they then keep their values.
@@ -32,21 +31,10 @@ def load_strict(
 
 
 def check_values(weights: Mapping[str, torch.Tensor], what: str) -> None:
-    """Checks weights that are about to be loaded. what: their name in the errors, in the plural.
-
-    FloatingPointError if a value is not finite. CheckpointError if a position table is zero everywhere, unless the
-    positions are biases.
-    """
+    """FloatingPointError if a weight that is about to be loaded is not finite. what: see `load_strict`."""
     bad = [name for name, value in weights.items() if not (value.is_meta or value.isfinite().all())]
     if bad:
         raise FloatingPointError(f"{what} are not finite: {shorten(bad, most=6)}")
-    empty = list_empty_tables(weights)
-    if empty:
-        raise CheckpointError(
-            f"{what} hold no positions: all values of {', '.join(empty)} are zero, so they were trained without "
-            "positions, or never trained. ViTMAEForPreTraining(config) of Transformers 5.24 makes such models. Give "
-            "weights that were trained with positions, or train from scratch"
-        )
 
 
 def list_misshaped(weights: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> list[str]:

@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
+from encoders.classifiers import plain_size
 from encoders.load import Weights, build, load_all, read
-from util.pos_embed import height_and_width
 
 Task = Literal["encoder", "classification", "segmentation", "detection"]
 
@@ -75,28 +75,21 @@ def load(path: str | Path, task: Task | None = None) -> Trained:
     if task not in (None, found):
         raise ValueError(f"{str(path)!r} holds a model of the task {found!r}, and {task!r} is needed")
 
-    settings = {"in_chans": 3, "crop_pct": None, **weights.settings, **weights.pixels}
+    settings = {"in_chans": 3, "crop_pct": None, **weights.settings, **weights.info.pixel_settings}
     if builder is None:
         model, report = build(weights)
-        settings |= inferred_settings(model, weights)
+        settings |= {
+            "input_size": plain_size(model.img_size),
+            "patch_size": model.patch_size,
+            "in_chans": model.in_chans,
+        }
+        if weights.num_classes is not None:
+            settings["nb_classes"] = weights.num_classes
     else:
         settings["cls_token_mlp"] = False  # it is folded into the class token
         model = pkgutil.resolve_name(builder.function)({**settings, "drop_path": 0.0})
         report = load_all(model, weights)
     return Trained(found, model.eval(), settings, weights, report.remarks)
-
-
-def inferred_settings(model: nn.Module, weights: Weights) -> dict[str, Any]:
-    """Returns what an encoder or a classifier says about its images and classes. It was built from `weights`."""
-    height, width = height_and_width(model.img_size)
-    settings: dict[str, Any] = {
-        "input_size": height if height == width else [height, width],
-        "patch_size": model.patch_size,
-        "in_chans": model.in_chans,
-    }
-    if weights.num_classes is not None:
-        settings["nb_classes"] = weights.num_classes
-    return settings
 
 
 def note_on_view(settings: Mapping[str, Any], path: str | Path) -> list[str]:

@@ -67,7 +67,7 @@ class SimMIMOnViT(SimMIM):
     """What SimMIM has on any ViT: mask tokens that run through the encoder, a linear head, an L1 loss.
 
     mask_unit: side of the masked squares in tokens; None: that of SimMIM's squares of 32 px.
-    img_size, ..., init_values: of the encoder, see `RelativeViTEncoder`. norm_pix_loss, has_invalid: see
+    img_size, ..., init_values: of the encoder, see `SimMIMEncoder`. norm_pix_loss, has_invalid: see
         `framework.Framework.use_method`. mask_ratio, ..., applies_to: see `prmim.Method`.
     """
 
@@ -94,7 +94,16 @@ class SimMIMOnViT(SimMIM):
         applies_to: str = "thrown",
     ) -> None:
         super().__init__(
-            img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio, drop_path_rate, init_values
+            img_size,
+            patch_size,
+            in_chans,
+            embed_dim,
+            depth,
+            num_heads,
+            mlp_ratio,
+            drop_path_rate,
+            init_values,
+            pretraining=True,
         )
         if mask_unit is None:
             mask_unit = tokens_of_32_px(patch_size)

@@ -146,7 +146,7 @@ def load_run(path: str | Path, moved: Mapping[str, str] | None = None) -> tuple[
     run = weights.info.run
     if run is None or run.program != "main_pretrain.py":
         raise ValueError(f"{str(weights.path)!r} is no checkpoint of main_pretrain.py, which reconstructs images")
-    settings = {**weights.settings, **weights.pixels, **(moved or {})}
+    settings = {**weights.settings, **weights.info.pixel_settings, **(moved or {})}
     model = build_model(settings)
     for flag, file in model.named_files().items():
         if run.files.get(flag, file.fingerprint) != file.fingerprint:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from encoders.kinds import PLAIN
-from encoders.load import Weights, interpret, load_encoder, read
+from encoders.load import Weights, interpret, load_encoder, read, sizes_of
 from models_vit import ViTEncoder
 from prmim import TokenOrder
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
@@ -49,7 +49,7 @@ class Teacher(ViTEncoder):
         self.statistics = statistics
         if weights is not None:
             report = load_encoder(self, weights)
-            self.origin = f"teacher {weights.what}, width {self.embed_dim}, {len(self.blocks)} blocks: {report}"
+            self.origin = f"teacher {weights.label}, width {self.embed_dim}, {len(self.blocks)} blocks: {report}"
             if self.in_chans == 3:
                 self.renormalize(IMAGENET_MEAN, IMAGENET_STD)
 
@@ -155,10 +155,10 @@ def open_teacher(source: str | Path, img_size: tuple[int, int], patch_size: int)
         weights = interpret(source, theirs.state_dict(), CheckpointInfo(heads))
         fingerprint = source
         pixels = theirs.pretrained_cfg
-    label = f"teacher {weights.what}"
+    label = f"teacher {weights.label}"
     if weights.kind is not PLAIN:
         raise ValueError(f"{label} is {weights.kind.name}; a teacher must be a plain ViT")
-    sizes = weights.sizes
+    sizes = sizes_of(weights)
     if sizes.get("rotary"):
         raise ValueError(f"{label} has rotary positions, as DINOv3; a teacher must have a table of positions")
     if sizes["patch_size"] != patch_size:

@@ -97,7 +97,7 @@ def export_timm(trained: Trained, out: Path) -> list[str]:
     has_scales = out.suffix != ".pth" or getattr(model, "rotary", False)  # MAE's scripts read a .pth of other ViTs
     name, options = timm_arguments(model, has_scales)
     if out.suffix and not name.startswith("vit_"):
-        raise ValueError(f"{trained.weights.what} is no plain ViT: give --out without a suffix, for a folder")
+        raise ValueError(f"{trained.weights.label} is no plain ViT: give --out without a suffix, for a folder")
     facts = known_facts(model, trained)
     state = timm_weights(model, has_scales)
     contents = describe(model, state, facts)

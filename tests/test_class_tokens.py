@@ -151,7 +151,7 @@ def test_encoder_loads_into_a_classifier_of_as_many_class_tokens(trained):
     assert report.resized == ["pos_embed"]
     encoder = load(trained).model
     assert torch.equal(classifier.pos_embed[:, :3], encoder.pos_embed[:, :3])
-    with pytest.raises(CheckpointError, match="3 class tokens"):
+    with pytest.raises(CheckpointError, match=str(trained)):
         load_encoder(vit_micro_patch4(num_classes=4), trained)
 
 

@@ -27,6 +27,19 @@ def grid_from_settings(settings: Mapping[str, Any], patch_size: int | None) -> t
     return height // patch_size, width // patch_size
 
 
+def grid_of(num_tokens: int, grid: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Returns `grid`, which settings say, if it has so many tokens; or else that of a square image; or else None.
+
+    A position table does not tell, because 4 x 16 and 8 x 8 tokens have tables of the same shape.
+    """
+    if grid is not None and math.prod(grid) == num_tokens:
+        return grid
+    side = math.isqrt(max(0, num_tokens))
+    if side == 0 or side**2 != num_tokens:
+        return None
+    return side, side
+
+
 def sincos_pos_embed(
     dim: int,
     grid_size: tuple[int, int],
@@ -102,20 +115,6 @@ def rotate(qkv: Tensor, rotation: Tensor, num_heads: int) -> Tensor:
     new_second = second * cos + first * sin
     rotated = torch.stack([new_first, new_second], dim=-2).to(qkv.dtype)
     return torch.cat([rotated, values], dim=2).flatten(2)
-
-
-def list_empty_tables(weights: Mapping[str, Tensor]) -> list[str]:
-    """Returns the names of the position tables that are zero everywhere; none if the positions are biases.
-
-    No table becomes so by training: sine-cosine tables are fixed, and the first step changes a learned one.
-    """
-    empty = []
-    for name, value in weights.items():
-        if name.endswith(BIAS_TABLE):
-            return []
-        if name.endswith("pos_embed") and not value.is_meta and not value.any():
-            empty.append(name)
-    return empty
 
 
 def resize_pos_embed(

@@ -104,7 +104,7 @@ def open_encoder(path: str | Path, input_size: int | None = None) -> FrozenEncod
         num_cls=num_class_tokens(encoder),
         in_chans=encoder.in_chans,
         sha256=source.sha256,
-        pixel_settings=weights.pixels,
+        pixel_settings=weights.info.pixel_settings,
         notes=[f"encoder: {report}", *source.warnings()],
     )
 

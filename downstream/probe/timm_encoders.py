@@ -81,7 +81,7 @@ def refuse_other_network(network: nn.Module, unexpected: Sequence[str], origin: 
     prefixes = tuple(f"{head}." for head in heads)
     beside_heads = [key for key in unexpected if not key.startswith(prefixes)]
     parts = {f"{key.partition('.')[0]}." for key in network.state_dict()}
-    refuse_foreign(network, beside_heads, origin, (*ENCODER_KEYS, *parts))
+    refuse_foreign(network, beside_heads, origin, (*ENCODER_KEYS, "norm.", *parts))
 
 
 def sha256_of_weights(network: nn.Module) -> str:

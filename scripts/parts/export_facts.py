@@ -33,7 +33,7 @@ def known_facts(model: nn.Module, trained: Trained) -> dict[str, Any]:
     statistics = find_statistics(pixels, PixelFormat(model.in_chans, pixels["pixels"] or RGB8.dtype))
     if statistics is None or not len(statistics[0]) == len(statistics[1]) == model.in_chans:
         raise ValueError(
-            f"{trained.weights.what} does not hold the pixel mean and deviation of its {model.in_chans} channels"
+            f"{trained.weights.label} does not hold the pixel mean and deviation of its {model.in_chans} channels"
         )
     facts = {
         "mean": statistics[0],

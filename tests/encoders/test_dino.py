@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from downstream.detection.backbone import ViTDet
 from downstream.probe.models import open_encoder
 from downstream.segmentation.vit_backbone import DenseViT
-from encoders.load import build, load_blocks, load_encoder, read
+from encoders.load import build, load_blocks, load_encoder, read, sizes_of
 from encoders.trained import load
 from frameworks import registry
 from models_mae_pr import MaskedAutoencoderViT
@@ -128,20 +128,24 @@ def test_features_of_metas_files(kind, tmp_path):
     assert weights.traits == TRAITS[kind]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("Dinov2", "dinov2"), ("Dinov2WithRegisters", "dinov2_registers"), ("DINOv3ViT", "dinov3")],
-)
-def test_features_of_transformers_folders(name, kind, tmp_path):
+def save_by_transformers(kind, folder, **settings):
+    """Saves a network of this kind. Returns it."""
     transformers = pytest.importorskip("transformers")
+    names = {"dinov2": "Dinov2", "dinov2_registers": "Dinov2WithRegisters", "dinov3": "DINOv3ViT"}
     sizes = dict(hidden_size=96, num_hidden_layers=4, num_attention_heads=3, image_size=32, patch_size=8)
     if "registers" in TRAITS[kind]:
         sizes["num_register_tokens"] = 4
     if kind == "dinov3":
         sizes["intermediate_size"] = 384
-    config = getattr(transformers, f"{name}Config")(**sizes)
-    network = randomized(getattr(transformers, f"{name}Model")(config))
-    network.save_pretrained(tmp_path)
+    config = getattr(transformers, f"{names[kind]}Config")(**sizes, **settings)
+    network = randomized(getattr(transformers, f"{names[kind]}Model")(config))
+    network.save_pretrained(folder)
+    return network
+
+
+@pytest.mark.parametrize("kind", ["dinov2", "dinov2_registers", "dinov3"])
+def test_features_of_transformers_folders(kind, tmp_path):
+    network = save_by_transformers(kind, tmp_path)
     for size in ((32, 32), (24, 24), (40, 80)):
         weights = assert_same_features(tmp_path, network, size)
         assert weights.traits == TRAITS[kind]
@@ -227,7 +231,7 @@ def slow_features(model, imgs, ids):
 def test_visible_tokens_are_rotated_by_their_places(throw_ratio, tmp_path):
     torch.save(network_of("dinov3_qkvb").state_dict(), tmp_path / "timm.pth")
     weights = read(tmp_path / "timm.pth")
-    sizes = weights.sizes | dict(img_size=(32, 48))
+    sizes = sizes_of(weights) | dict(img_size=(32, 48))
     model = MaskedAutoencoderViT(**sizes, decoder_embed_dim=32, decoder_depth=1, throw_ratio=throw_ratio)
     load_blocks(model, weights)
     model.double()
@@ -250,11 +254,27 @@ def test_other_rotations_are_refused(name, tmp_path):
         load_blocks(model, tmp_path / "timm.pth")
 
 
-def test_gated_mlps_are_refused_by_name(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        ("dinov2", {"layer_norm_eps": 1e-5}),
+        ("dinov3", {"layer_norm_eps": 1e-6}),
+        ("dinov3", {"rope_theta": 10.0}),
+        ("dinov3", {"key_bias": True}),
+    ],
+)
+def test_other_settings_in_a_config_are_refused(kind, setting, tmp_path):
+    """No shape shows them."""
+    save_by_transformers(kind, tmp_path, **setting)
+    with pytest.raises(CheckpointError, match=f"{tmp_path}.*{next(iter(setting))}"):
+        read(tmp_path)
+
+
+def test_gated_mlps_are_refused(tmp_path):
     weights = network_of("dinov2").state_dict()
     weights["blocks.0.mlp.fc1.weight"] = torch.zeros(768, 96)
     torch.save(weights, tmp_path / "giant.pth")
-    with pytest.raises(CheckpointError, match="SwiGLU"):
+    with pytest.raises(CheckpointError, match="giant.pth"):
         build(read(tmp_path / "giant.pth"))
 
 

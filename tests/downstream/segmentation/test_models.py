@@ -75,7 +75,7 @@ def test_a_new_backbone_computes_what_the_pretrained_vit_does(tmp_path):
 
 
 def test_relative_positions_of_simmim_load(tmp_path):
-    simmim = randomise(RelativeViTEncoder(**SIZES))
+    simmim = randomise(RelativeViTEncoder(**SIZES, pretraining=True))
     model = DenseViT(**SIZES, final_norm=True)
     load(model, simmim.state_dict(), tmp_path)
     imgs = torch.randn(2, 3, 16, 16)
