@@ -135,7 +135,7 @@ class Monitor:
         else:
             scalars["rankme"] = None
         line = describe(scalars)
-        loop.log.report(loop.step, scalars, f"{when(scalars)}: {line}", line)
+        loop.log.report(loop.step, scalars, f"{when(scalars)}: {line}")
         if loop.step == loop.last_step and not is_finite:
             raise FloatingPointError("the features of the encoder are not finite: try --precision fp32")
 

@@ -39,7 +39,7 @@ class SilentLog:
     def info(self, line):
         self.lines.append(line)
 
-    def report(self, step, scalars, line, postfix, interim=False):
+    def report(self, step, scalars, line, interim=False):
         self.reports.append({"step": step, **scalars})
 
 

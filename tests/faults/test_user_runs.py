@@ -211,7 +211,7 @@ def test_the_last_step_is_always_reported(photos, tmp_path, capsys):
     pretrain(photos, tmp_path / "whole", *MICRO, "--print_freq", 4)
     pretrain(photos, tmp_path / "parts", *MICRO, "--print_freq", 4, "--max_steps", 2)
     out = capsys.readouterr().out
-    assert "for 2 steps of 6 on 24 images" in out
+    assert "for 2 of 6 steps on 24 images" in out
     assert "step 2/2: loss" in out
     (report,) = reports(tmp_path / "parts")
     assert report["step"] == 2

@@ -72,7 +72,7 @@ class Evaluator:
         write_results(run.output_dir, last, result.details, **facts)
         # The log comes last: an evaluation that is not in the log is repeated after a kill.
         line = self.describe(result.scores)
-        loop.log.report(step, report, f"after {self.when(last)}: {line}", line)
+        loop.log.report(step, report, f"after {self.when(last)}: {line}")
 
     def report_of(self, step: int, scores: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what the log says of the evaluation of a step."""

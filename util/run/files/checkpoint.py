@@ -238,12 +238,9 @@ def find_checkpoint_file(path: str | Path) -> Path:
 
 
 def read_sidecar(path: Path) -> CheckpointInfo | None:
-    """Returns what the sidecar of the checkpoint at `path` says, without reading the checkpoint.
-
-    Returns None if the checkpoint or its sidecar is missing, or if the sidecar is damaged.
-    """
+    """Returns what the sidecar of the checkpoint at `path` says, or None if it is missing or damaged."""
     sidecar = read_sidecar_file(path)
-    if sidecar is None or not path.exists():
+    if sidecar is None:
         return None
     return CheckpointInfo.from_json(sidecar["meta"], path)
 

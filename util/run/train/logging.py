@@ -30,10 +30,9 @@ TRACED_STEPS = 3  # of --profile
 class RunLog:
     """Writes the log of a run, on rank 0 only (`enabled`). On other ranks every method does nothing.
 
-    A terminal shows a progress bar with the latest values. Without a terminal, and always in `log.txt`, they are plain
-    lines. `log.jsonl` holds one JSON object per report. On resume, reports after `start_step` are removed from it, so
-    that it holds each step once. Methods raise OSError if a file cannot be written. A closed console ends no run, since
-    the signal that closed it must not stop the save.
+    A terminal shows a progress bar below the lines. `log.jsonl` holds one JSON object per report. On resume, reports
+    after `start_step` are removed from it, so that it holds each step once. Methods raise OSError if a file cannot be
+    written. A closed console ends no run, since the signal that closed it must not stop the save.
     """
 
     def __init__(
@@ -42,13 +41,11 @@ class RunLog:
         start_step: int,
         end_step: int,
         enabled: bool = True,
-        steps_per_epoch: int = 0,
         prints: bool = False,
     ) -> None:
-        """steps_per_epoch: if given, the progress bar shows the epoch. prints: whether `info` prints if not enabled."""
+        """prints: whether `info` prints if not enabled."""
         self.enabled = enabled
         self.prints = prints
-        self.steps_per_epoch = steps_per_epoch
         if not enabled:
             return
         self.output_dir = Path(output_dir)
@@ -71,16 +68,13 @@ class RunLog:
     def info(self, message: str) -> None:
         message = printable(message)
         if self.enabled:
-            self._write(message)
+            self.text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+            self.text.flush()
             with redirect_if_broken(sys.stderr):
                 self.bar.clear()
         if self.enabled or self.prints:
             with redirect_if_broken(sys.stdout):
                 print(message, flush=True)
-
-    def _write(self, message: str) -> None:
-        self.text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
-        self.text.flush()
 
     @contextmanager
     def traced(self, first: int | None, start_step: int, end_step: int) -> Iterator[None]:
@@ -110,16 +104,11 @@ class RunLog:
             return
         if self.profiler is not None:
             self.profiler.step()
-        if not self.bar.disable:
-            with redirect_if_broken(sys.stderr):
-                if self.steps_per_epoch:
-                    self.bar.set_description_str(f"epoch {self.bar.n // self.steps_per_epoch}", refresh=False)
-                self.bar.update()
+        with redirect_if_broken(sys.stderr):
+            self.bar.update()
 
-    def report(
-        self, step: int, scalars: Mapping[str, float | None], line: str, postfix: str, interim: bool = False
-    ) -> None:
-        """Writes values at `step`: `scalars` to log.jsonl and TensorBoard, `line` to log.txt, `postfix` to the bar.
+    def report(self, step: int, scalars: Mapping[str, float | None], line: str, interim: bool = False) -> None:
+        """Writes values at `step`: `scalars` to log.jsonl and TensorBoard, `line` as `info` does.
 
         An `interim` report is made at a stop between two regular ones. It is marked, and removed on resume.
         """
@@ -135,12 +124,7 @@ class RunLog:
             for name, value in scalars.items():
                 if value is not None:
                     self._events().add_scalar(name, value, step)
-        if self.bar.disable:
-            self.info(line)
-        else:
-            self._write(line)
-            with redirect_if_broken(sys.stderr):
-                self.bar.set_postfix_str(postfix)
+        self.info(line)
 
     def _events(self) -> Any:
         if self.tensorboard is None:
@@ -199,7 +183,7 @@ def open_log(run: Run, schedule: RunSchedule, info: CheckpointInfo, rows: Mappin
     if not run.continues_here and not args.check_data:
         run.note(*collectives.run_on_rank0(lambda: set_aside_earlier_run(run.output_dir)))
     last_step = schedule.last_step(args.max_steps)
-    log = RunLog(run.output_dir, run.first_step, last_step, writes, schedule.steps_per_epoch, prints=process.is_main)
+    log = RunLog(run.output_dir, run.first_step, last_step, writes, prints=process.is_main)
     if writes:
         write_json(run.output_dir / "settings.json", info.settings)
     processes = count_of(process.world_size, "process")

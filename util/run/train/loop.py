@@ -228,9 +228,5 @@ class TrainLoop:
         return every > 0 and rest == 0 and (epoch % every == 0 or self.step == self.schedule.num_steps)
 
     def progress(self, num_images: int) -> str:
-        """Returns, for example, "for 100 steps on 24 images"."""
-        total = self.schedule.num_steps
-        images = count_of(num_images, "image")
-        if self.step >= total:
-            return f"for {count_of(self.step, 'step')} on {images}"
-        return f"for {count_of(self.step, 'step')} of {total} on {images}"
+        """Returns, for example, "for 100 of 200 steps on 24 images"."""
+        return f"for {self.step} of {count_of(self.schedule.num_steps, 'step')} on {count_of(num_images, 'image')}"

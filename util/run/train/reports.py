@@ -226,8 +226,7 @@ class StepReports:
             epoch_means = self.meter.means(since_epoch)
             self.meter.since_epoch.zero_()
             scalars["epoch_loss"] = total({name: epoch_means[name] for name in losses})
-        line, postfix = self._describe(step, scalars)
-        self.log.report(step, scalars, line, postfix, interim)
+        self.log.report(step, scalars, self._describe(step, scalars), interim)
         if not self.is_first:
             self._advise(scalars)
         self.is_first = False
@@ -274,19 +273,19 @@ class StepReports:
         is_short = self.is_scaled and bad_streak < MAX_BAD_STEPS // 2
         return all_reduce_sum(num_bad_losses).item() == 0 and is_short
 
-    def _describe(self, step: int, scalars: dict[str, Any]) -> tuple[str, str]:
-        """Returns a report as (line of the log, text beside the progress bar)."""
+    def _describe(self, step: int, scalars: dict[str, Any]) -> str:
+        """Returns a report as a line of the log."""
         eta = duration((self.last_step - step) * scalars["seconds_per_step"])
         loss = "not finite"
         if scalars["loss"] is not None:
             loss = f"{scalars['loss']:.4f}"
-        values = f"loss {loss}, lr {scalars['lr']:.2e}, {rate(scalars['images_per_s'])} images/s"
+        line = f"epoch {scalars['epoch']}, step {step}/{self.last_step}: loss {loss}, lr {scalars['lr']:.2e}"
+        line += f", {rate(scalars['images_per_s'])} images/s"
         if scalars["skipped_steps"]:
-            values += f", {scalars['skipped_steps']} steps skipped"
-        where = f"epoch {scalars['epoch']}, step {step}/{self.last_step}"
-        line = f"{where}: {values}, data {scalars['data_share']:.0%}{self._place(scalars['data_rank'])}, eta {eta}"
+            line += f", {scalars['skipped_steps']} steps skipped"
+        line += f", data {scalars['data_share']:.0%}{self._place(scalars['data_rank'])}, eta {eta}"
         if "gpu_memory_gb" in scalars:
             line += f", {scalars['gpu_memory_gb']:.1f} GB"
         if "mfu" in scalars:
             line += f", MFU {scalars['mfu']:.0%}"
-        return line, values
+        return line

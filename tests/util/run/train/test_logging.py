@@ -9,7 +9,7 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     log = RunLog(tmp_path, 0, 3, enabled=False)
     log.info("x")
     log.advance()
-    log.report(1, {"loss": 1.0}, "", "")
+    log.report(1, {"loss": 1.0}, "")
     log.close()
     assert log.history() == []
     assert not any(tmp_path.iterdir())
