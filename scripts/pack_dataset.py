@@ -112,11 +112,14 @@ def start_worker(images: FolderImages) -> None:
 
 def pack_shard(path: Path, manifest: Manifest) -> tuple[dict[str, Any], Rows]:
     """Writes a shard, unless it is there and whole. Returns its entry in the index, and its rows."""
+    images = _worker["images"]
     try:
-        rows = scan_tar(path).rows
+        rows = scan_tar(path)
     except ValueError:  # missing or damaged
-        write_shard(_worker["images"], path, manifest)
-        rows = scan_tar(path).rows
+        write_shard(images, path, manifest)
+        rows = scan_tar(path)
+    end = manifest["first"] + len(manifest["names"])
+    rows["label"] = images.labels[manifest["first"] : end]
     rows["name"] = encoded_names(manifest["names"])
     rows[CHECKSUM] = checksums(path, rows)
     return {"name": path.name, "size": path.stat().st_size}, rows
@@ -150,10 +153,8 @@ def encoded(images: FolderImages, i: int, quality: int | None, shorter_side: int
         with suppress(ImageError, OSError):  # damaged, or a side above 65,535 px
             return encode_again(images, i, quality, shorter_side), ".jpg"
     extension = Path(images.path(i)).suffix.lower()
-    if (
-        extension == ".jpeg"
-    ):  # WebDataset's to_tuple("jpg", "cls") then reads all of ImageNet, also its PNG of that name
-        extension = ".jpg"
+    if extension == ".jpeg":
+        extension = ".jpg"  # with which WebDataset's to_tuple("jpg", "cls") reads all of ImageNet
     return images.read(i), extension
 
 

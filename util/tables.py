@@ -1,29 +1,17 @@
 """Tables of measurements: CSV files with one header row, unrounded numbers and empty fields for missing values."""
 
 import csv
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 
-def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Returns a header and one line per row. Keys of a row that are not in `columns` are left out."""
-    file = io.StringIO()
-    writer = csv.DictWriter(
-        file,
-        columns,
-        extrasaction="ignore",
-        lineterminator="\n",
-    )
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
-
-
 def write_csv(path: str | Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes `csv_text` to a file."""
-    Path(path).write_text(csv_text(columns, rows), encoding="utf-8", newline="")
+    """Writes a header and one line per row. Keys of a row that are not in `columns` are left out."""
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def markdown_table(

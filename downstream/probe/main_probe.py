@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.all_valid:
             known = record.without_marks(known)
         images, val_images = open_data(args, encoder.in_chans, known)
-        (mean, std), notes = statistics_of((None, None), [known], images)
+        (mean, std), notes = statistics_of((None, None), known, images)
         pixel_settings = {**known, "mean": mean, "std": std}
         precision_name = precision(args.precision, process.device).name
         settings = protocol_of(args, encoder, pixel_settings, images, val_images, precision_name)

@@ -57,7 +57,7 @@ class HuggingFaceImages(EncodedImages):
         # Columns of the mapped table, which forked workers share: bytes, null if an image is in a file of its own.
         self.encoded = pc.struct_field(stored, "bytes")
         self.paths = pc.struct_field(stored, "path")
-        self.sizes = encoded_sizes(self.encoded)
+        self.sizes = pc.binary_length(self.encoded).fill_null(-1).to_numpy().astype(np.int64)
         names: list[bytes] = []
         for i, path in enumerate(self.paths.to_pylist()):
             names.append(row_name(i, path))
@@ -79,11 +79,6 @@ class HuggingFaceImages(EncodedImages):
     def fingerprint(self) -> str:
         """Returns the SHA-256 of all names, labels and sizes in bytes: the same for one data set in all its formats."""
         return hashlib.sha256(super().fingerprint().encode() + self.sizes.astype("<i8").tobytes()).hexdigest()
-
-
-def encoded_sizes(encoded: Any) -> np.ndarray:
-    """Returns the number of bytes of each image, int64 [n]; -1 for null."""
-    return pc.binary_length(encoded).fill_null(-1).to_numpy().astype(np.int64)
 
 
 def row_name(i: int, path: str | None) -> bytes:

@@ -68,22 +68,21 @@ def measure_statistics(images: Images) -> tuple[Statistics, list[str]]:
 
 
 def statistics_of(
-    given: Sequence[Sequence[float] | None], candidates: Sequence[PixelSettings], images: Images
+    given: Sequence[Sequence[float] | None], known: PixelSettings | None, images: Images
 ) -> tuple[Statistics, list[str]]:
     """Returns the statistics to train with on images, and remarks. All ranks must call it.
 
-    These are, in this order: --mean and --std, those of the first candidate that has some for such images, ImageNet's
-    for RGB of 8 bits, or else those of the data, which rank 0 measures.
+    These are, in this order: --mean and --std, those of a trained model if it has some for such images, ImageNet's for
+    RGB of 8 bits, or else those of the data, which rank 0 measures.
 
-    given: --mean and --std. candidates: pixel settings of models. ValueError if the flags do not fit.
+    given: --mean and --std. known: pixel settings of the model. ValueError if the flags do not fit.
     """
     pixels = images.pixel_format
     mean, std = given
     remarks: list[str] = []
     if not mean or not std:
-        fitting = [settings for settings in candidates if has_statistics(settings, pixels)]
-        if fitting:
-            found = (fitting[0]["mean"], fitting[0]["std"])
+        if known is not None and has_statistics(known, pixels):
+            found = (known["mean"], known["std"])
         elif pixels.is_rgb8:
             found = IMAGENET
         else:

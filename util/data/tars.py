@@ -15,7 +15,6 @@ import tarfile
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -40,19 +39,11 @@ MANIFEST = "__prmim__"  # first member of a packed shard, a JSON object; WebData
 MAX_OPEN = 200  # tars that a process keeps open
 
 Manifest = dict[str, Any]
-Rows = dict[str, np.ndarray]  # tar int32, label, offset and size int64, name bytes, perhaps crc32 uint32; each [n]
+# Of images: tar int32, label, offset and size int64, name bytes, perhaps crc32 uint32; each [n].
+Rows = dict[str, np.ndarray]
 
 
 # -------------------------------------------------------------------------------------------------------------- scan
-
-
-@dataclass(frozen=True)
-class TarScan:
-    """The images in a tar. rows: of an index of this tar alone, in its order. splits: that folders are named."""
-
-    rows: Rows
-    is_labelled: bool
-    splits: set[str]
 
 
 def refuse_storage_error(error: Exception) -> None:
@@ -61,8 +52,11 @@ def refuse_storage_error(error: Exception) -> None:
         raise error
 
 
-def scan_tar(path: Path) -> TarScan:
-    """Finds the images in a tar by its headers. Nothing is extracted. ValueError names a tar that cannot be read."""
+def scan_tar(path: Path) -> Rows:
+    """Finds the images in a tar by its headers. Returns the rows of an index of this tar alone, in its order.
+
+    The label of an image without a class is -1. Nothing is extracted. ValueError names a tar that cannot be read.
+    """
     try:
         with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             return scan_members(tar, file)
@@ -81,13 +75,12 @@ def checksums(path: Path, rows: Rows) -> np.ndarray:
     return np.array(numbers, np.uint32)
 
 
-def scan_members(tar: tarfile.TarFile, file: BinaryIO) -> TarScan:
+def scan_members(tar: tarfile.TarFile, file: BinaryIO) -> Rows:
     """Scans an open tar. file: the same, for reads at any position."""
     names: list[str] = []
     offsets: list[int] = []
     sizes: list[int] = []
     numbers: dict[str, int] = {}  # of each sample, the number of its class
-    folders: set[PurePosixPath] = set()
     while (member := tar.next()) is not None:
         tar.members = []  # type: ignore[attr-defined]  # tarfile would keep all headers in memory
         name = PurePosixPath(member.name)
@@ -99,24 +92,17 @@ def scan_members(tar: tarfile.TarFile, file: BinaryIO) -> TarScan:
             names.append(str(name))
             offsets.append(member.offset_data)
             sizes.append(member.size)
-            folders.add(name.parent)
     # A tar that was cut between two members, or appended to another, looks complete to tarfile.
     tail = os.pread(file.fileno(), 1 << 16, tar.offset)
     if len(tail) < tarfile.BLOCKSIZE or tail.strip(tarfile.NUL):
         raise tarfile.TarError("it has no end mark, or more behind it: it was cut short, or made of several tars")
-    labels = [0] * len(names)
-    if numbers:
-        labels = image_labels(names, numbers)
-    rows: Rows = {
+    return {
         "tar": np.zeros(len(names), np.int32),
-        "label": np.array(labels, np.int64),
+        "label": np.array(image_labels(names, numbers), np.int64),
         "offset": np.array(offsets, np.int64),
         "size": np.array(sizes, np.int64),
         "name": encoded_names(names),
     }
-    parts = {part for folder in folders for part in folder.parts}
-    splits = {split for split in map(split_of, parts) if split}
-    return TarScan(rows, bool(numbers), splits)
 
 
 def encoded_names(names: Sequence[str]) -> np.ndarray:
@@ -139,17 +125,15 @@ def class_number(file: BinaryIO, member: tarfile.TarInfo) -> int:
 
 
 def image_labels(names: Sequence[str], numbers: Mapping[str, int]) -> list[int]:
-    """Returns the labels of images. ValueError unless each has a `.cls` member of its own."""
+    """Returns the labels of images, -1 of those without a `.cls` member. ValueError if two images share one."""
     name_of: dict[str, str] = {}
     labels: list[int] = []
     for name in names:
         key = sample_key(name)
-        if key not in numbers:
-            raise ValueError(f"{name!r} has no .cls beside it, but other images have")
-        if key in name_of:
+        if key in numbers and key in name_of:
             raise ValueError(f"{name_of[key]!r} and {name!r} are in one sample: pack one image for each .cls")
         name_of[key] = name
-        labels.append(numbers[key])
+        labels.append(numbers.get(key, -1))
     return labels
 
 
@@ -166,24 +150,24 @@ def scan_tars(tars: Sequence[Path]) -> tuple[Rows, list[str]]:
         if read_manifest(path) is not None:
             missing = f"{str(path)!r} is a shard of pack_dataset.py, but {INDEX} is not beside it"
             raise ValueError(f"{missing}: copy it, too, or run the same pack_dataset.py command again")
-    scans = [scan_tar(path) for path in tars]
+    rows = join_rows([scan_tar(path) for path in tars])
     source = f"the tars of {str(tars[0].parent)!r}"
-    splits = set().union(*(scan.splits for scan in scans))
-    if len(splits) > 1:
-        names = "/ and ".join(sorted(splits))
-        raise ValueError(f"inside {source} are {names}/: unpack them")
-    filled = [scan for scan in scans if len(scan.rows["tar"])]
-    if not filled:
+    names = [os.fsdecode(name) for name in rows["name"].tolist()]
+    if not names:
         raise ValueError(f"no image is in {source}")
-    classes: list[str] = []
-    if any(scan.is_labelled for scan in filled):
-        num_classes = max(int(scan.rows["label"].max()) for scan in filled) + 1
-        classes = [str(number) for number in range(num_classes)]
-        for scan in filled:
-            if not scan.is_labelled:
-                name = os.fsdecode(scan.rows["name"][0])
-                raise ValueError(f"some of {source} have .cls members, but {name!r} has none beside it")
-    return join_rows([scan.rows for scan in scans]), classes
+    folders = {folder for name in names for folder in PurePosixPath(name).parts[:-1]}
+    splits = {split_of(folder) for folder in folders} - {None}
+    if len(splits) > 1:
+        listed = "/ and ".join(sorted(map(str, splits)))
+        raise ValueError(f"inside {source} are {listed}/: unpack them")
+    unlabelled = np.flatnonzero(rows["label"] < 0)
+    if len(unlabelled) == len(names):
+        rows["label"] = np.zeros(len(names), np.int64)
+        return rows, []
+    if len(unlabelled):
+        raise ValueError(f"some of {source} have .cls members, but {names[unlabelled[0]]!r} has none beside it")
+    num_classes = int(rows["label"].max()) + 1
+    return rows, [str(number) for number in range(num_classes)]
 
 
 def read_manifest(path: Path) -> Manifest | None:

@@ -345,7 +345,7 @@ def test_a_mark_that_no_measured_image_has_is_said(tmp_path, nodata, is_found):
     arrays[1][:3] = 0
     save_arrays(tmp_path, *arrays)
     images = open_images("folder", tmp_path, in_chans=4, invalid=InvalidPixels(nodata))
-    _, (measured, *others) = statistics_of((None, None), [], images)
+    _, (measured, *others) = statistics_of((None, None), None, images)
     assert "measured on 3 images" in measured
     assert (others == ["note: --nodata 65535 marks no pixel of the 3 measured images"]) != is_found
     assert not (is_found and others)
@@ -376,4 +376,4 @@ def test_a_band_without_valid_pixels_has_no_statistics(tmp_path):
 def test_rgb_with_invalid_pixels_has_imagenets_statistics(tmp_path):
     save_arrays(tmp_path, pixels(3, "uint8"))
     images = open_images("folder", tmp_path, invalid=InvalidPixels(0.0))
-    assert statistics_of((None, None), [], images) == (IMAGENET, [])
+    assert statistics_of((None, None), None, images) == (IMAGENET, [])

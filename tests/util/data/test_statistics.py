@@ -32,10 +32,10 @@ def test_other_images_need_statistics(pixel_format):
 
 def choose(images, stored=None, mean=None, std=None):
     """Chooses the statistics of a run. stored: what the checkpoint says that it resumes or begins with."""
-    candidates = []
+    known = None
     if stored is not None:
-        candidates.append(CheckpointInfo.from_json(stored, "").pixel_settings)
-    return statistics_of((mean, std), candidates, images)
+        known = CheckpointInfo.from_json(stored, "").pixel_settings
+    return statistics_of((mean, std), known, images)
 
 
 def open_arrays(folder, dtype="uint16", num_channels=2):

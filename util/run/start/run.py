@@ -160,17 +160,17 @@ class Run:
         encoder: pixel settings of the first weights. rgb_bands: which bands hold red, green and blue for them, if they
         are for RGB and the images have other bands.
         """
-        candidates: list[Mapping[str, Any]] = []
+        known: Mapping[str, Any] | None = None
         if self.resumed is not None:
-            candidates.append(self.resumed.pixel_settings)
+            known = self.resumed.pixel_settings
         elif encoder and not rgb_bands:
-            candidates.append(encoder)
+            known = encoder
         if declares_invalid(encoder):
             from util.data.invalid_pixels import note_on_encoder
 
             self.note(*note_on_encoder(encoder, vars(self.args)))
         given = (self.args.mean, self.args.std)
-        statistics, notes = statistics_of(given, candidates, images)
+        statistics, notes = statistics_of(given, known, images)
         has_8_bits = images.pixel_format.dtype == "uint8" and encoder.get("pixels") in (None, "uint8")
         of_rgb = find_statistics(encoder, RGB8)
         if encoder and rgb_bands and of_rgb and given == (None, None) and has_8_bits:
