@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torchvision.ops import masks_to_boxes
+from torchvision.ops import clip_boxes_to_image, masks_to_boxes
 
 from downstream.common import scaled_size
 from downstream.detection.annotations import read_coco
@@ -25,7 +25,7 @@ from util.data.images import AS_RGB, ImageError, ImageFiles, Reading
 from util.data.invalid_pixels import resize_valid
 from util.data.pixel_format import Header
 from util.data.transforms import Size, mirror, resize
-from util.text import count_of, list_shares
+from util.text import list_shares
 
 Category = tuple[int, str]  # (id, name)
 DetectionBatch = Sequence[Any]  # of `PadAndStack`
@@ -86,9 +86,7 @@ class CocoImages(ImageFiles):
             num_without = len(images) - len(with_objects)
             num_left_out = len(content["annotations"]) - len(objects)
             if num_without or num_left_out:
-                notes.append(
-                    f"left out of training: {count_of(num_left_out, 'object')}, {count_of(num_without, 'image')}"
-                )
+                notes.append(f"left out of training: {num_left_out} objects, {num_without} images")
             images = with_objects
         samples = [(image["file_name"], 0) for image in images]
         super().__init__(image_root, samples, classes=[], notes=notes, reading=reading)
@@ -108,7 +106,7 @@ class CocoImages(ImageFiles):
         for i in range(len(self)):
             for annotation in self.annotations(i):
                 counts[self.categories[annotation.label - 1][1]] += 1
-        return [f"{count_of(self.num_objects, 'object')}, {self.num_masks} with a mask: {list_shares(counts)}"]
+        return [f"{self.num_objects} objects, {self.num_masks} with a mask: {list_shares(counts)}"]
 
     def read_header(self, i: int) -> Header:
         pixels, size = super().read_header(i)
@@ -211,9 +209,7 @@ class FlipResizeCrop:
         """Returns what the crop shows of boxes [n, 4]. Those outside have no area."""
         corners = self.move_points(boxes.unflatten(1, (2, 2)))
         corners = corners.sort(dim=1).values  # a flip has exchanged left and right
-        limits = torch.tensor([len(self.columns), len(self.rows)])
-        corners = corners.clamp(min=0).minimum(limits)
-        return corners.flatten(1)
+        return clip_boxes_to_image(corners.flatten(1), (len(self.rows), len(self.columns)))
 
     def move_mask(self, segmentation: Any) -> Tensor:
         """Returns what the crop shows of an object's mask, uint8 [rows, columns].
@@ -241,8 +237,7 @@ class FlipResizeCrop:
 def nearest(places: range, source: int, target: int) -> Tensor:
     """Returns the source pixel at the centre of each of the target pixels `places` on an axis, int64."""
     centres = torch.arange(places.start, places.stop, dtype=torch.float64) + 0.5
-    pixels = (centres * source / target).long()
-    return pixels.clamp(max=source - 1)
+    return (centres * source / target).long()
 
 
 def boxes_of_masks(masks: Tensor) -> Tensor:

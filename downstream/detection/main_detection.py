@@ -192,7 +192,7 @@ def choose_masks(masks: bool | None, images: CocoImages) -> bool:
         masks = images.num_masks > 0
     if masks and missing:
         raise ValueError(
-            f"{missing} of {count_of(images.num_objects, 'object')} of {str(images.json_path)!r} have no segmentation: "
+            f"{missing} of {images.num_objects} objects of {str(images.json_path)!r} have no segmentation: "
             f"add them, or use boxes alone with --no-masks"
         )
     return masks
@@ -258,9 +258,8 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             settings = {**chosen, "patch_size": model.patch_size, **first.settings}
             info = run.describe(images, optimizer, schedule, statistics, settings, val_images=val_images)
             state = run.restore(model, optimizer, info)
-            name = f"Faster R-CNN on {args.model}"
-            if masks:
-                name = f"Mask R-CNN on {args.model}"
+            kind = "Mask" if masks else "Faster"
+            name = f"{kind} R-CNN on {args.model}"
             model_in_ddp = wrap_model(model, run)
             rows = summary_rows(name, model, len(images.categories), images, val_images)
             log = open_log(run, schedule, info, rows)

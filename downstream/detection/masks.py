@@ -4,15 +4,15 @@ from typing import Any
 
 import numpy as np
 
-INSTALL = "pip install -r downstream/detection/requirements.txt"
-
 
 def coco_masks() -> Any:
     """Returns faster-coco-eval's functions of run-length codes. ValueError if it is not installed."""
     try:
         from faster_coco_eval.core import mask
     except ImportError as error:
-        raise ValueError(f"COCO's masks need faster-coco-eval, which is not installed: {INSTALL}") from error
+        raise ValueError(
+            "faster-coco-eval is not installed: pip install -r downstream/detection/requirements.txt"
+        ) from error
     return mask
 
 

@@ -4,8 +4,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from downstream.detection.masks import coco_masks
 
 # The first six numbers of COCO's summary, in percent. Small, medium and large are areas with bounds 32^2 and 96^2.
@@ -44,10 +42,10 @@ def average_precision(
     evaluation.run()
     measured = dict(zip(NAMES, evaluation.stats, strict=False))
     scores = {name: 100 * float(value) for name, value in measured.items() if value >= 0}
-    # [IoU, recall, category, area, detections]: at first all areas, at last 100 detections
-    precision = np.moveaxis(evaluation.eval["precision"][:, :, :, 0, -1], 2, 0)
+    precision = evaluation.eval["precision"]  # [IoU, recall, category, area, detections]
     of_classes = {}
-    for number, values in zip(evaluation.params.catIds, precision, strict=True):
+    for place, number in enumerate(evaluation.params.catIds):
+        values = precision[:, :, place, 0, -1]  # of all areas, with 100 detections
         if values.min() >= 0:  # -1: there is no object
             of_classes[names[number]] = 100 * float(values.mean())
     return AveragePrecision(scores, of_classes)

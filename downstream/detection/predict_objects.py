@@ -26,9 +26,6 @@ from util.evaluate.predictions import Results, name_of, output_paths, readable_b
 from util.pictures import save
 from util.run.files.json_files import write_json
 
-DETECTIONS = "detections.json"
-IMAGES = "images.json"
-
 
 def choose_ids(images: EncodedImages, path: str | None) -> list[int]:
     """Returns the id of each image: its place, from 1, or that in a COCO-style JSON file.
@@ -41,7 +38,7 @@ def choose_ids(images: EncodedImages, path: str | None) -> list[int]:
         entries = json.loads(Path(path).read_bytes())["images"]
         known = {image["file_name"]: image["id"] for image in entries}
         return [known[name_of(images, i)] for i in range(len(images))]
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, ValueError) as error:
         raise ValueError(
             f"--image_ids {path!r} is no JSON file with `images`, each with an `id` and a `file_name`: {error!r}"
         ) from error
@@ -109,5 +106,5 @@ class Detections:
         images.sort(key=lambda image: image["id"])
         results.sort(key=lambda result: result["image_id"])
         categories = [{"id": category, "name": name} for category, name in self.categories]
-        write_json(self.out / IMAGES, {"images": images, "annotations": [], "categories": categories})
-        write_json(self.out / DETECTIONS, results)
+        write_json(self.out / "images.json", {"images": images, "annotations": [], "categories": categories})
+        write_json(self.out / "detections.json", results)
