@@ -44,12 +44,11 @@ OFFICIAL_NAMES = {
     "decoder_norm.": "decoder.norm.",
     "decoder_pred.": "decoder.pred.",
 }
-VISIBLE_SOURCES = ("embed", "zeros", "blocks")
 VISIBLE_SOURCE = Flag(
     "visible_source",
     help="what the aggregation reads in visible cells. embed: a projection of the encoder's features; zeros: nothing; "
     "blocks: the features of visible tokens that run through the decoder, too (default: embed)",
-    choices=VISIBLE_SOURCES,
+    choices=("embed", "zeros", "blocks"),
 )
 
 
@@ -141,12 +140,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
 
     def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
         """Encodes the visible ones of all patches [B, N, p*p*C]. Returns the levels [k, B, 1 + num_visible, D]."""
-        tokens = self.embed_visible(patches, order.ids_visible)
-        return self.encode_levels(tokens)
-
-    def encode_levels(self, tokens: Tensor) -> Tensor:
-        """Runs the blocks on embedded tokens with positions [B, n, D]. Returns the levels [k, B, 1 + n, D]."""
-        x = self.prepend_cls_token(tokens)
+        x = self.prepend_cls_token(self.embed_visible(patches, order.ids_visible))
         levels = [x]
         for block in self.blocks:
             x = block(x)

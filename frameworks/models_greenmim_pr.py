@@ -29,12 +29,11 @@ __all__ = [
     "greenmim_swin_large_patch4_window14",
 ]
 
-DECODER_ORDERS = ("true", "reference")
 DECODER_ORDER = Flag(
     "decoder_order",
     help="where the decoder places the visible units. true: at their own positions; reference: as the release's code, "
     "which takes their raster order for the order of the mask's noise (default: true)",
-    choices=DECODER_ORDERS,
+    choices=("true", "reference"),
 )
 
 
