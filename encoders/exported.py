@@ -1,7 +1,6 @@
 """What files say that are no runs' checkpoints: exports, and folders of timm and Transformers."""
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -97,12 +96,3 @@ def _class_names(config: Mapping[str, Any]) -> list[str] | None:
     if classes == [imagenet.index_to_description(i) for i in range(imagenet.num_classes())]:
         return imagenet.label_names()  # the names of ImageNet's folders
     return None if classes == [f"LABEL_{i}" for i in range(len(classes))] else classes
-
-
-def list_shards(path: Path) -> list[Path]:
-    """Returns the paths of all shards if `path` is one of several, such as model-00001-of-00002.safetensors."""
-    match = re.fullmatch(r"(.+-)\d{5}-of-(\d{5})(\..+)", path.name)
-    if match is None:
-        return [path]
-    name, number, suffix = match.groups()
-    return [path.with_name(f"{name}{i:05}-of-{number}{suffix}") for i in range(1, int(number) + 1)]

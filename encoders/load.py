@@ -157,21 +157,15 @@ def read(path: str | Path, is_verified: bool = False) -> Weights:
 
 
 def read_file(path: Path, is_verified: bool = False) -> tuple[Tensors, CheckpointInfo]:
-    """Returns the tensors in a file, and in its further shards, and what it says beside them.
-
-    A tensor is read from the file when it is used.
-    """
-    tensors: Tensors = {}
-    for file in exported.list_shards(path):
-        if file.suffix == ".safetensors":
-            part = exported.read_safetensors(file)
-        else:
-            part = checkpoint.read_checkpoint(file, is_verified, mmap=True)
-        tensors.update(part.weights)
-    info = part.info
+    """Returns the tensors in a file, and what it says beside them. A tensor is read when it is used."""
+    if path.suffix == ".safetensors":
+        content = exported.read_safetensors(path)
+    else:
+        content = checkpoint.read_checkpoint(path, is_verified, mmap=True)
+    info = content.info
     if path.suffix in (".safetensors", ".bin"):
         info = exported.add_config(info, path)
-    return tensors, info
+    return content.weights, info
 
 
 class FirstWeights(NamedTuple):

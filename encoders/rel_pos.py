@@ -15,9 +15,7 @@ from torch.nn import functional as F
 
 def grid_coords(rows: int, columns: int, device: torch.device | None = None) -> Tensor:
     """Returns the (row, column) of every cell of a grid in raster order, int64 [rows * columns, 2]."""
-    row = torch.arange(rows, device=device).repeat_interleave(columns)
-    column = torch.arange(columns, device=device).repeat(rows)
-    return torch.stack([row, column], dim=-1)
+    return torch.cartesian_prod(torch.arange(rows, device=device), torch.arange(columns, device=device))
 
 
 def relative_offset_index(coords: Tensor, grid_size: tuple[int, int]) -> Tensor:

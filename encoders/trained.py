@@ -96,7 +96,4 @@ def note_on_view(settings: Mapping[str, Any], path: str | Path) -> list[str]:
     """Returns a note if the file at `path` does not say how its model sees images. settings: those of a `Trained`."""
     if settings.get("mean"):
         return []
-    view = "by ImageNet's mean and deviation"
-    if settings["crop_pct"] is None:
-        view += ", with MAE's crop"
-    return [f"note: {str(path)!r} does not say how its model sees images: they are seen {view}"]
+    return [f"note: {str(path)!r} does not say how its model sees images: they have ImageNet's mean and deviation"]

@@ -123,17 +123,10 @@ def export_timm(trained: Trained, out: Path) -> list[str]:
 
 def timm_call(name: str, **options: Any) -> str:
     """The call of `timm.create_model` with these arguments, as Python source."""
-    arguments = [quoted(name)]
+    arguments = [repr(name)]
     for option, value in options.items():
-        arguments.append(f"{option}={quoted(value)}")
+        arguments.append(f"{option}={value!r}")
     return f"timm.create_model({', '.join(arguments)})"
-
-
-def quoted(value: Any) -> str:
-    """The value as Python source, with double quotes."""
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    return repr(value)
 
 
 def check_loads(model: nn.Module, name: str, **options: Any) -> float:
@@ -186,7 +179,7 @@ def export_torch(trained: Trained, out: Path) -> list[str]:
         f"{trained.weights.path}: {out}: {contents}",
         f"largest difference from the run's outputs: {difference:.1e}",
         *(f"note: {remark}" for remark in trained.remarks),
-        f"torch.export.load({quoted(str(out))}).module()  # images {images} -> {facts['outputs']}",
+        f"torch.export.load({str(out)!r}).module()  # images {images} -> {facts['outputs']}",
     ]
 
 

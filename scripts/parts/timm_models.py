@@ -22,8 +22,9 @@ from torch import nn
 
 from downstream.detection.backbone import ViTDet
 from downstream.segmentation.vit_backbone import DenseViT
+from encoders import models_swin
 from encoders.models_absolute_vit import AbsoluteViTEncoder
-from encoders.models_relative_vit import RelativeViTEncoder
+from encoders.models_relative_vit import SimMIMEncoder
 from encoders.models_swin import SwinEncoder
 from encoders.names import Tensors, fold_scales, rename, split_key_bias
 from encoders.trained import Trained
@@ -36,40 +37,24 @@ NO_NORM = (
 )
 # {name of an architecture: its sizes}. The first of those that fit a model equally well is taken.
 VIT_ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "vit_base_patch16_224": {**BASE, "patch_size": 16},
-    "vit_base_patch8_224": {**BASE, "patch_size": 8},
-    "vit_base_patch32_224": {**BASE, "patch_size": 32},
-    "vit_tiny_patch16_224": {**TINY, "patch_size": 16},
-    "vit_small_patch16_224": {**SMALL, "patch_size": 16},
-    "vit_small_patch8_224": {**SMALL, "patch_size": 8},
-    "vit_large_patch16_224": {**LARGE, "patch_size": 16},
-    "vit_huge_patch14_224": {**HUGE, "patch_size": 14},
+    "vit_base_patch16_224": BASE,
+    "vit_tiny_patch16_224": TINY,
+    "vit_small_patch16_224": SMALL,
+    "vit_large_patch16_224": LARGE,
+    "vit_huge_patch14_224": HUGE,
 }
 DINOV3_ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "vit_base_patch16_dinov3_qkvb": dict(BASE),
-    "vit_small_patch16_dinov3_qkvb": dict(SMALL),
-    "vit_large_patch16_dinov3_qkvb": dict(LARGE),
+    "vit_base_patch16_dinov3_qkvb": BASE,
+    "vit_small_patch16_dinov3_qkvb": SMALL,
+    "vit_large_patch16_dinov3_qkvb": LARGE,
 }
-BEIT_ARCHITECTURES: dict[str, dict[str, Any]] = {"beit_base_patch16_224": dict(BASE)}
+BEIT_ARCHITECTURES: dict[str, dict[str, Any]] = {"beit_base_patch16_224": BASE}
 SAM_ARCHITECTURES: dict[str, dict[str, Any]] = {"samvit_base_patch16": {**BASE, "window_size": 14}}
 
 
-def swin(embed_dim: int, third_depth: int) -> dict[str, Any]:
-    """Returns the sizes of one of timm's Swins."""
-    return {
-        "patch_size": 4,
-        "embed_dim": embed_dim,
-        "depths": [2, 2, third_depth, 2],
-        "num_heads": [embed_dim // 32 << stage for stage in range(4)],
-        "window_size": 7,
-    }
-
-
-SWIN_ARCHITECTURES = {
-    "swin_base_patch4_window7_224": swin(128, 18),
-    "swin_tiny_patch4_window7_224": swin(96, 6),
-    "swin_small_patch4_window7_224": swin(96, 18),
-    "swin_large_patch4_window7_224": swin(192, 18),
+SWIN_ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "swin_base_patch4_window7_224": {**models_swin.BASE, "patch_size": 4, "window_size": 7},
+    "swin_large_patch4_window7_224": {**models_swin.LARGE, "patch_size": 4, "window_size": 7},
 }
 
 
@@ -139,10 +124,12 @@ def timm_arguments(model: nn.Module, has_scales: bool = True) -> tuple[str, dict
     for option, value in sizes.items():
         if value != known[option]:
             options[option] = value
-    if isinstance(model, (RelativeViTEncoder, AbsoluteViTEncoder, DenseViT)):
+    if isinstance(model, (SimMIMEncoder, DenseViT)):
         options["global_pool"] = "token"
-    if isinstance(model, DenseViT):
-        options["use_abs_pos_emb"] = True
+        if model.pos_embed is not None:
+            options["use_abs_pos_emb"] = True
+    if isinstance(model, AbsoluteViTEncoder):
+        options["use_rel_pos_bias"] = False
     if isinstance(model, ViTDet):
         options["global_attn_indexes"] = list(model.global_blocks)
         options["neck_chans"] = 0
@@ -157,9 +144,6 @@ def timm_arguments(model: nn.Module, has_scales: bool = True) -> tuple[str, dict
         options["reg_tokens"] = num_registers
     if has_scales and getattr(model, "layer_scale", False):
         options["init_values"] = 1.0  # timm makes scales, which the file then sets
-    if isinstance(model, AbsoluteViTEncoder):
-        options["use_abs_pos_emb"] = True
-        options["use_rel_pos_bias"] = False
     options["num_classes"] = 0
     if is_classifier(model):
         if num_registers > 0 and model.global_pool == "token" and not model.registers:
@@ -177,8 +161,8 @@ def sizes_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, dict[str, Any]
     sizes = {"patch_size": model.patch_size, "embed_dim": model.embed_dim}
     if isinstance(model, SwinEncoder):
         first_blocks = [stage.blocks[0] for stage in model.layers]
-        sizes["depths"] = list(model.depths)
-        sizes["num_heads"] = [block.attn.num_heads for block in first_blocks]
+        sizes["depths"] = model.depths
+        sizes["num_heads"] = tuple(block.attn.num_heads for block in first_blocks)
         sizes["window_size"] = max(stage.window for stage in model.layers)
         architectures = SWIN_ARCHITECTURES
     else:
@@ -188,7 +172,7 @@ def sizes_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, dict[str, Any]
         architectures = VIT_ARCHITECTURES
         if getattr(model, "rotary", False):
             architectures = DINOV3_ARCHITECTURES
-    if isinstance(model, (RelativeViTEncoder, AbsoluteViTEncoder, DenseViT)):
+    if isinstance(model, (SimMIMEncoder, DenseViT)):
         architectures = BEIT_ARCHITECTURES
     if isinstance(model, ViTDet):
         sizes["window_size"] = model.window_size

@@ -81,7 +81,7 @@ def images(channels=3, size=(32, 32)):
 def test_features(tmp_path, kind, config):
     """The second path is that of evaluation."""
     theirs = make(kind, **config)
-    theirs.save_pretrained(tmp_path, max_shard_size="50KB")
+    theirs.save_pretrained(tmp_path)
     ours = load(tmp_path).model.double()
     imgs = images(ours.in_chans, ours.img_size)
     expected = features_of(theirs, imgs)

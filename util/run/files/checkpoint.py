@@ -30,8 +30,8 @@ from util.text import describe_owner
 
 SYNC_BYTES = 2**28  # what is written between two syncs
 TRAINING_STATE = ("optimizer", "scaler", "meter")  # parts of a run's checkpoint, beside its weights
-# Weights in folders that are no runs: of scripts/export.py, timm and Transformers, whose large files are cut in shards.
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "model-00001-of-*", "pytorch_model-00001-of-*")
+# Weights in folders that are no runs: of scripts/export.py, timm and Transformers
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def file_name(step: int | Literal["best"]) -> str:
