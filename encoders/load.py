@@ -52,8 +52,15 @@ if TYPE_CHECKING:
 # Beginnings of the keys that file and model must both have, or neither. A final norm is not among them: the heads of
 # classifiers with mean pooling, of dense tasks, and CrossMAE's decoder read what is before it.
 ENCODER_KEYS = (
-    *("patch_embed.", "cls_token", "reg_token", "pos_embed", "rel_pos_bias."),
-    *("norm_pre.", "pre_norm.", "blocks.", "layers."),
+    "patch_embed.",
+    "cls_token",
+    "reg_token",
+    "pos_embed",
+    "rel_pos_bias.",
+    "norm_pre.",
+    "pre_norm.",
+    "blocks.",
+    "layers.",
 )
 # Beginnings of keys of others: of heads and of what only pre-training has.
 OTHER_KEYS = (
