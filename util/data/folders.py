@@ -36,9 +36,7 @@ class MissingSplit(ValueError):
 
 def is_hidden(name: str) -> bool:
     """Whether files and folders of this name are ignored."""
-    if name in SYSTEM_FOLDERS:
-        return True
-    return name.startswith(".") and name not in (".", "..")
+    return name.startswith(".") or name in SYSTEM_FOLDERS
 
 
 def is_image(name: str) -> bool:

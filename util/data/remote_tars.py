@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from safetensors.numpy import load
+
 from util.data.folders import MissingSplit, choose_split, note_stand_in
 from util.data.images import AS_RGB, Reading
 from util.data.remote import MAX_READS, SLOWEST, TIMEOUT, Call, Store, joined, open_store
-from util.data.tars import INDEX, Span, TarImages, parse_index
+from util.data.tars import INDEX, Index, Span, TarImages, checked_index
 
 PIECE = 2**23  # bytes of the index that are read at once
 
@@ -95,16 +97,16 @@ def open_remote_tars(url: str, split: str = "train", labelled: bool = False, rea
     store = open_store(url)
     folder, notes = find_split(store, split, labelled)
     storage = RemoteTars(store, folder)
-    index = parse_index(read_whole_index(storage), f"{storage.root}/{INDEX}")
-    return TarImages(index, storage, labelled, notes, reading)
+    return TarImages(read_remote_index(storage), storage, labelled, notes, reading)
 
 
-def read_whole_index(storage: RemoteTars) -> bytes:
-    """Returns the bytes of the index, whose header says how many there are."""
+def read_remote_index(storage: RemoteTars) -> Index:
+    """Returns the index, whose header says how many bytes there are. ValueError if it is damaged."""
     header_bytes = int.from_bytes(storage.read(Span(INDEX, 0, 8)), "little")
     tensors = json.loads(storage.read(Span(INDEX, 8, header_bytes)))
-    del tensors["__metadata__"]
+    content = tensors.pop("__metadata__")["content"]
     num_bytes = 8 + header_bytes + max(tensor["data_offsets"][1] for tensor in tensors.values())
     pieces = [Span(INDEX, first, min(PIECE, num_bytes - first)) for first in range(0, num_bytes, PIECE)]
     storage.prepare(pieces)
-    return b"".join(storage.read(piece) for piece in pieces)
+    data = b"".join(storage.read(piece) for piece in pieces)
+    return checked_index(content, load(data))

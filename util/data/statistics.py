@@ -117,16 +117,6 @@ def has_statistics(settings: PixelSettings, pixels: PixelFormat) -> bool:
     return len(settings["mean"] or ()) == len(settings["std"] or ()) == pixels.channels
 
 
-def same_kind(settings: PixelSettings, pixels: PixelFormat) -> bool:
-    """Whether a model had integers if `pixels` are integers, or floats if they are floats, as far as this is known.
-
-    settings: hold the type of its `pixels`, None or nothing if it is unknown.
-    """
-    if not settings.get("pixels"):
-        return True
-    return (settings["pixels"] == "float32") == pixels.is_float
-
-
 def check_statistics(mean: Sequence[float], std: Sequence[float], pixels: PixelFormat) -> None:
     """ValueError unless there is one mean and one positive deviation for each channel, in the unit of the pixels."""
     if any(value <= 0 for value in std):
@@ -169,8 +159,9 @@ def normalizer(settings: PixelSettings, pixels: PixelFormat) -> Normalize:
 
     ValueError for floats where the run had integers, or the other way round, and if there are no statistics.
     """
-    if not same_kind(settings, pixels):
-        raise ValueError(f"the model was trained on pixels of {settings['pixels']}, but the images have {pixels}")
+    trained_on = settings.get("pixels")
+    if trained_on and (trained_on == "float32") != pixels.is_float:
+        raise ValueError(f"the model was trained on pixels of {trained_on}, but the images have {pixels}")
     statistics = find_statistics(settings, pixels)
     if statistics is None:
         raise ValueError(f"the checkpoint holds no pixel mean and deviation of {pixels} (see --mean and --std)")

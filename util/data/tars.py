@@ -1,7 +1,7 @@
 """Images in tars, read in place: WebDataset shards, and the shards of `scripts/pack_dataset.py`.
 
 The label of an image is the number in the `.cls` member beside it. Without such members, images have no labels. Hidden
-members, links and devices are not read.
+members, links, devices, and names that lead upwards are not read.
 
 An index says where each image lies, so that one `pread` reads it. pack_dataset.py writes an index beside its shards.
 For other tars it is made when they are opened for the first time. It is a safetensors file, which is mapped into memory
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load, save
+from safetensors.numpy import save
 
 from util.atomic import replaced_file
 from util.data.folders import is_hidden, is_image, split_of
@@ -223,28 +223,15 @@ def read_index(path: Path) -> Index:
             return checked_index(file.metadata()["content"], tensors)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         refuse_storage_error(error)
-        raise invalid_index(str(path), error) from error
-
-
-def parse_index(data: bytes, place: str) -> Index:
-    """Returns the index that a file holds. ValueError, which names its `place`, if it is damaged."""
-    try:
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        return checked_index(header["__metadata__"]["content"], load(data))
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise invalid_index(place, error) from error
-
-
-def invalid_index(place: str, error: Exception) -> ValueError:
-    reason = f"{type(error).__name__}: {error}"
-    return ValueError(f"{place!r} is not a valid index of tars ({reason}): copy or pack it again")
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{str(path)!r} is not a valid index of tars ({reason}): copy or pack it again") from error
 
 
 def checked_index(text: str, tensors: Mapping[str, np.ndarray]) -> Index:
     """Returns the index of a file with these tensors. ValueError or KeyError if it is damaged."""
     rows = {name: tensors[name] for name in (*COLUMNS, CHECKSUM) if name in tensors or name != CHECKSUM}
     if tensors["sha256"].tobytes() != index_digest(text, rows):
-        raise ValueError("its content does not match its SHA-256")
+        raise ValueError("the content of the index does not match its SHA-256")
     names = rows["name"]
     rows["name"] = names.view(f"S{names.shape[1]}")[:, 0]
     return Index(rows, json.loads(text))

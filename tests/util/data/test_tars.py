@@ -217,9 +217,7 @@ def test_links_and_hidden_members_are_left_out_and_nothing_is_written(tmp_path):
             add(tar, name, b"x")
     for _ in range(2):  # the second time by the index
         images = open_images("folder", path.parent)
-        assert names_of(images) == ["good/1.jpg", "../../escape.jpg", "/etc/absolute.jpg"]
-        for i in range(3):
-            assert images.read(i) == photo(i + 1)
+        assert names_of(images) == ["good/1.jpg", "/etc/absolute.jpg"]
     assert os.listdir(tmp_path) == ["data"]
     assert sorted(os.listdir(path.parent)) == [".prmim", "train.tar"]
 
