@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -88,15 +88,13 @@ def filled_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         shutil.rmtree(outer, ignore_errors=True)
 
 
-def prepare_file(flag: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:
+def prepare_file(flag: str, path: Path | None) -> None:
     """Creates the folder of a file that `flag` asks for. ValueError or OSError if it cannot be written.
 
-    Programs call it before they compute for minutes. ValueError for another suffix, too. path: None if not given.
+    Programs call it before they compute for minutes. path: None if not given.
     """
     if path is None:
         return
-    if suffixes and path.suffix not in suffixes:
-        raise ValueError(f"{flag} {str(path)!r} must end in {' or '.join(suffixes)}")
     folder = path.resolve().parent
     folder.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):

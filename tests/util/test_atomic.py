@@ -122,11 +122,10 @@ def test_an_interrupted_filling_changes_nothing(tmp_path, old_folder):
 
 def test_why_a_path_cannot_be_written(tmp_path):
     prepare_file("--csv", None)
-    prepare_file("--csv", tmp_path / "a" / "b" / "new.csv", [".csv"])
+    prepare_file("--csv", tmp_path / "a" / "b" / "new.csv")
     assert (tmp_path / "a" / "b").is_dir()
     (tmp_path / "file").touch()
-    for path in (tmp_path, tmp_path / "new.txt"):
-        with pytest.raises(ValueError, match="^--csv"):
-            prepare_file("--csv", path, [".csv", ".md"])
+    with pytest.raises(ValueError, match="^--csv"):
+        prepare_file("--csv", tmp_path)
     with pytest.raises(OSError, match="file"):
         prepare_file("--csv", tmp_path / "file" / "b" / "new.csv")

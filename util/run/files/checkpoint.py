@@ -26,9 +26,7 @@ import torch
 from util.atomic import replaced_file, sync
 from util.run.errors import CheckpointError
 from util.run.files.record import Checkpoint, CheckpointInfo
-from util.text import describe_owner
 
-SYNC_BYTES = 2**28  # what is written between two syncs
 TRAINING_STATE = ("optimizer", "scaler", "meter")  # parts of a run's checkpoint, beside its weights
 # Weights in folders that are no runs: of scripts/export.py, timm and Transformers
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -59,33 +57,24 @@ def save_checkpoint(
         with replaced_file(path, durable=True) as weights:  # the inner one is renamed first
             with HashedFile(weights) as file:
                 _write_weights(file, {**state, "meta": json.dumps(meta)})
-            record = {"size": file.size, "sha256": file.digest.hexdigest(), "keep": keep, "meta": meta}
+            size = weights.stat().st_size
+            record = {"size": size, "sha256": file.digest.hexdigest(), "keep": keep, "meta": meta}
             sidecar.write_text(json.dumps(record, indent=1))
             sync(sidecar)  # now both are complete
     return path
 
 
-class HashedFile(io.FileIO):
-    """A new file that computes size and SHA-256 of what is written to it, from the first byte to the last.
-
-    It is synced each SYNC_BYTES, so that the last sync is short.
-    """
+class HashedFile(io.BufferedWriter):
+    """A new file that computes the SHA-256 of what is written to it, from the first byte to the last."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, "w")
-        self.size = 0
+        super().__init__(io.FileIO(path, "w"))
         self.digest = hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        """Writes all of `data`, which FileIO does not promise. Both hashing and writing release the GIL."""
-        rest = memoryview(data)
-        self.digest.update(rest)
-        if self.size // SYNC_BYTES != (self.size + len(rest)) // SYNC_BYTES:
-            os.fsync(self.fileno())
-        self.size += len(rest)
-        while rest:
-            rest = rest[super().write(rest) :]
-        return len(data)
+        """Both hashing and writing release the GIL."""
+        self.digest.update(data)
+        return super().write(data)
 
 
 def _write_weights(file: HashedFile, content: Mapping[str, Any]) -> None:
@@ -146,10 +135,6 @@ def reading(path: Path) -> Iterator[None]:
         raise ValueError(f"no checkpoint at {str(path)!r}: give the path of a .pth or .safetensors file")
     try:
         yield
-    except PermissionError as error:
-        raise CheckpointError(
-            f"{str(path)!r} cannot be read: {error.strerror} ({describe_owner(str(path))})"
-        ) from error
     except (OSError, MemoryError, CheckpointError):
         raise
     except Exception as error:  # torch raises many types for files that it has not written
