@@ -153,7 +153,6 @@ def test_an_output_folder_that_is_not_shared(photos, tmp_path):
     out = finish(photos, "out", "--max_steps", 1, fault=("own-folder", 0, "all", tmp_path / "disk"), code=1)
     assert "--output_dir 'out' is not the same folder for all processes" in out
     assert not list(tmp_path.glob("disk.*/out/*checkpoint*"))
-    assert not list(tmp_path.glob("disk.*/out/.shared-*"))
 
 
 def test_a_signal_to_torchrun(photos, tmp_path, undisturbed):

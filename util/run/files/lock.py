@@ -38,21 +38,27 @@ def lock_folder(folder: Path) -> tuple[TextIO, list[str]]:
 
     Raises FolderInUse, with the process that holds the lock, if that process is on this host. OSError if it is on
     another one: a file server may keep the lock of a lost node for a while, so a later start may succeed. If the file
-    system has no locks, a note says so.
+    system has no locks, a note says so. The file names this process, on its disk, too: other nodes read it there.
     """
+    notes = []
     # Not `filelock`: its flock is inherited by DataLoader workers, and its files do not name the holder.
     file = open(folder / LOCK, "a+")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            return file, [f"note: the output folder has no lock ({error}); start only one run there"]
-        file.seek(0)
-        raise in_use(folder, file.read().strip() or "another process") from error
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            file.seek(0)
+            raise in_use(folder, file.read().strip() or "another process") from error
+        notes.append(f"note: the output folder has no lock ({error}); start only one run there")
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.write(f"{this_process()}\n")
     file.flush()
-    return file, []
+    os.fsync(file.fileno())
+    return file, notes
+
+
+def this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def in_use(folder: Path, holder: str) -> Exception:

@@ -20,7 +20,7 @@ from util.data.workers import SIGNALS
 from util.run.cli import Parser
 from util.run.exits import user_errors
 from util.run.files.json_files import STATE, read_json, write_state
-from util.run.files.lock import LOCK, lock_folder, make_writable_folder
+from util.run.files.lock import LOCK, lock_folder, make_writable_folder, this_process
 from util.run.processes.distributed import Process, init_process, shut_down
 
 
@@ -90,10 +90,15 @@ def remove_leftovers(output_dir: Path) -> None:
 
 def refuse_separate_folders(output_dir: Path) -> None:
     """ValueError on all ranks unless all see the lock of rank 0 in the folder, within 6 seconds."""
+    holder = collectives.run_on_rank0(this_process)
+    lock = output_dir / LOCK
 
     def wait_for_lock() -> None:
+        rank, _ = collectives.rank_and_world_size()
+        if rank == 0:  # it would free its lock by closing the file
+            return
         for seconds in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2):
-            if (output_dir / LOCK).exists():
+            if lock.exists() and lock.read_text().strip() == holder:  # not that of an earlier run on a disk of its own
                 return
             time.sleep(seconds)
         raise ValueError(

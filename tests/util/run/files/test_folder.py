@@ -14,6 +14,7 @@ from util.run.errors import CheckpointError
 from util.run.files import checkpoint, lock
 from util.run.files.checkpoint import prune_checkpoints, read_checkpoint, save_checkpoint
 from util.run.files.lock import FolderInUse, is_held, lock_folder
+from util.run.start.begin import refuse_separate_folders
 from util.run.start.resume import find_checkpoint
 
 
@@ -126,6 +127,33 @@ def _outcomes_of_failures_on_rank_1(rank):
 
 def test_a_storage_that_fails_on_one_rank_is_no_error_of_the_user_on_another():
     assert run_in_two_processes(_outcomes_of_failures_on_rank_1)[0] == [OSError, ValueError, ValueError]
+
+
+def _outcomes_of_folders(rank, shared, disks):
+    """What each rank says of folders, of which rank 0 has locked its own."""
+    outcomes = []
+    locked = []
+    for folder in (shared, disks[rank]):
+        if rank == 0:
+            locked.append(lock_folder(folder))
+        try:
+            refuse_separate_folders(folder)
+            outcomes.append("shared")
+        except ValueError:
+            outcomes.append("not shared")
+        if rank == 1:  # rank 0 still has its lock
+            outcomes.append(is_held(folder))
+    return outcomes
+
+
+def test_the_lock_of_an_earlier_run_on_a_disk_of_its_own_is_not_that_of_rank_0(tmp_path):
+    shared, *disks = [tmp_path / name for name in ("shared", "disk0", "disk1")]
+    for folder in (shared, *disks):
+        folder.mkdir()
+        (folder / ".lock").write_text("process 1 on another-node\n")
+    ours, theirs = run_in_two_processes(_outcomes_of_folders, shared, disks)
+    assert ours == ["shared", "not shared"]
+    assert theirs == ["shared", True, "not shared", False]
 
 
 def test_a_folder_that_another_host_has_may_be_free_later(tmp_path):
