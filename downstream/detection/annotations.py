@@ -19,10 +19,8 @@ def read_coco(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(retry_io(path.read_bytes))
         problem = find_problem(content)
-    except KeyError as error:
-        problem = f"no file in COCO's format, which has {error}"
-    except ValueError as error:
-        problem = f"no JSON file: {error}"
+    except (KeyError, TypeError, ValueError) as error:
+        problem = f"not in COCO's format: {error!r}"
     if problem:
         raise ValueError(f"{str(path)!r}: {problem}")
     return content

@@ -38,7 +38,7 @@ def choose_ids(images: EncodedImages, path: str | None) -> list[int]:
         entries = json.loads(Path(path).read_bytes())["images"]
         known = {image["file_name"]: image["id"] for image in entries}
         return [known[name_of(images, i)] for i in range(len(images))]
-    except (KeyError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"--image_ids {path!r} is no JSON file with `images`, each with an `id` and a `file_name`: {error!r}"
         ) from error

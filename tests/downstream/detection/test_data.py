@@ -109,6 +109,9 @@ def test_missing_files_and_other_sizes_are_refused(tmp_path):
     root = write_coco(tmp_path, "val", 5, masks=False, edit=edit)
     with pytest.raises(FileNotFoundError, match=JSON):
         open_split(root)
+    (root / "annotations" / JSON).write_text("[]")  # as detections are
+    with pytest.raises(ValueError, match=JSON):
+        open_split(root)
     images = open_split(root, "val", training=False)
     with pytest.raises(ImageError, match="002.png"):  # of validation images, all headers are read
         images.check()
