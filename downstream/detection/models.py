@@ -99,16 +99,8 @@ class AlignedRoIPool(nn.Module):
 class RoIHeadsL1(RoIHeads):
     """Torchvision's heads with the losses and the mask targets of detectron2."""
 
-    def forward(
-        self,
-        maps: list[Tensor],
-        proposals: list[Tensor],
-        sizes: list[tuple[int, int]],
-        targets: list[Target] | None = None,
-    ) -> tuple[list[DetectedBoxes], dict[str, Tensor]]:
-        """Returns (detections, {}) without targets, ([], losses) of training with them."""
-        if targets is None:
-            return self.detect(maps, proposals, sizes), {}
+    def forward(self, maps: list[Tensor], proposals: list[Tensor], targets: list[Target]) -> dict[str, Tensor]:
+        """Returns the losses of training."""
         boxes, matched, labels_of_image, offset_targets = self.select_training_samples(proposals, targets)
         logits, offsets = self.predict_boxes(maps, boxes)
         labels = torch.cat(labels_of_image)
@@ -131,7 +123,7 @@ class RoIHeadsL1(RoIHeads):
             masks = self.predict_masks(maps, positive_boxes, positive_labels)
             mask_loss = F.binary_cross_entropy_with_logits(masks, torch.cat(mask_targets), reduction="sum")
             losses["mask"] = mask_loss / max(1, masks.numel())
-        return [], losses
+        return losses
 
     def predict_boxes(self, maps: list[Tensor], boxes: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Returns (class logits [R, 1 + K], box offsets [R, 4 (1 + K)]), float32. Class 0 is the background."""
@@ -246,20 +238,19 @@ class Detector(nn.Module):
                 nn.init.zeros_(layer.bias)
 
     def forward(self, imgs: Tensor, sizes: list[tuple[int, int]], targets: list[Target] | None = None) -> Any:
-        """Returns {name: loss} with targets, in training, or the DetectedBoxes of each image, in pixels of `imgs`.
+        """Returns {name: loss} in training, the DetectedBoxes of each image in eval mode, in pixels of `imgs`.
 
         imgs: [B, C, S, S], normalised, then padded with zeros at the bottom and the right. sizes: (height, width) of
         each image without the padding.
         """
         maps = self.pyramid(self.backbone(imgs))
         proposals, rpn_losses = self.rpn(ImageList(imgs, sizes), dict(enumerate(maps)), targets)
-        detections, head_losses = self.roi_heads(maps[:4], proposals, sizes, targets)
-        if targets is None:
-            return detections
+        if not self.training:
+            return self.roi_heads.detect(maps[:4], proposals, sizes)
         return {
             "objectness": rpn_losses["loss_objectness"],
             "rpn_box": rpn_losses["loss_rpn_box_reg"],
-            **head_losses,
+            **self.roi_heads(maps[:4], proposals, targets),
         }
 
     def param_groups(self, weight_decay: float, layer_decay: float) -> list[dict[str, Any]]:

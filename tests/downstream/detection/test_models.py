@@ -192,7 +192,7 @@ def test_class_box_and_mask_losses_by_hand():
         "masks": mask,
     }
     maps = [torch.randn(1, 16, side, side) for side in (48, 24, 12, 6)]
-    _, losses = heads(maps, [proposals.clone()], [(48, 48)], [target])
+    losses = heads(maps, [proposals.clone()], [target])
 
     boxes = torch.cat([proposals, target["boxes"]])  # the object itself is a proposal, too
     logits, deltas = heads.predict_boxes(maps, [boxes])
