@@ -185,7 +185,8 @@ class LabelMaps:
 
             def read(rows: slice) -> Tensor:
                 stored = tiff.read(rows)
-                is_invalid[rows] = stored.isnan().all(dim=0)
+                if tiff.pixels.has_invalid:
+                    is_invalid[rows] = stored.isnan().all(dim=0)
                 return self.normalized(stored)
 
             height, _ = tiff.size
