@@ -200,7 +200,35 @@ def seconds_from(data_path: str, repeats: int, recipe: str, step: Step, args: ar
     with closing(loader) as batches:
         step.train(batches, first_steps)
         train = partial(step.train, batches, args.data_steps)
-        return costs.seconds_of(train, step.process.device) / args.data_steps
+        return seconds_of(train, step.process.device) / args.data_steps
+
+
+def seconds_of(work: Callable[[], object], device: torch.device, calls: int = 1) -> float:
+    """Times `calls` calls of `work` between two host-device syncs, as in training, and returns the seconds of one."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        work()
+    synchronize(device)
+    return (time.perf_counter() - start) / calls
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has finished all queued work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def time_round(steps: Sequence[Callable[[], object]], device: torch.device, first: int, calls: int = 1) -> list[float]:
+    """Times `calls` calls of every step, and returns the seconds of one in the order of `steps`.
+
+    Another step is `first` in each round, because the memory that one step leaves behind can slow down the next one.
+    """
+    seconds = [0.0] * len(steps)
+    for j in range(len(steps)):
+        k = (first + j) % len(steps)
+        seconds[k] = seconds_of(steps[k], device, calls)
+    return seconds
 
 
 def add_times(rows: Sequence[Row], times: Sequence[Sequence[float]]) -> None:
@@ -274,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     times: list[list[float]] = []
 
     def time_rows() -> None:
-        for seconds, one in zip(times, costs.time_round(steps, device, len(times[0]), args.steps), strict=True):
+        for seconds, one in zip(times, time_round(steps, device, len(times[0]), args.steps), strict=True):
             seconds.append(one)
         write_rows()
 

@@ -1,8 +1,7 @@
-"""Cost of a training step: counted multiply-adds, memory, timed steps, the share of a GPU's peak."""
+"""Cost of a training step: counted multiply-adds, memory, the share of a GPU's peak."""
 
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -104,34 +103,6 @@ def make_batch(model: nn.Module, settings: Mapping[str, Any], batch_size: int) -
     samples = [(crop, 0, (0, i)) for i, crop in enumerate(crops)]
     imgs, _, *orders = collator(samples)
     return imgs, orders
-
-
-def seconds_of(work: Callable[[], object], device: torch.device, calls: int = 1) -> float:
-    """Times `calls` calls of `work` between two host-device syncs, as in training, and returns the seconds of one."""
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(calls):
-        work()
-    synchronize(device)
-    return (time.perf_counter() - start) / calls
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits until the device has finished all queued work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def time_round(steps: Sequence[Callable[[], object]], device: torch.device, first: int, calls: int = 1) -> list[float]:
-    """Times `calls` calls of every step, and returns the seconds of one in the order of `steps`.
-
-    Another step is `first` in each round, because the memory that one step leaves behind can slow down the next one.
-    """
-    seconds = [0.0] * len(steps)
-    for j in range(len(steps)):
-        k = (first + j) % len(steps)
-        seconds[k] = seconds_of(steps[k], device, calls)
-    return seconds
 
 
 def device_name(device: torch.device) -> str:
