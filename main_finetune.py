@@ -283,17 +283,6 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace, lr: float) -> tor
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), fused=True)
 
 
-def describe_parts(args: argparse.Namespace) -> str:
-    """Returns the model and which parts of it are trained, for the log."""
-    if args.trainable_blocks is None:
-        trained_parts = "all blocks"
-    elif args.trainable_blocks == 0:
-        trained_parts = "a linear probe"
-    else:
-        trained_parts = f"the last {count_of(args.trainable_blocks, 'block')}"
-    return f"{args.model}, {trained_parts}"
-
-
 def match_run(run: Run, model: nn.Module, classes: list[str]) -> None:
     """ValueError if frozen blocks would stay untrained, or if a resumed run had other classes."""
     if run.resumed is None:
@@ -401,7 +390,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
             )
             state = run.restore(model, optimizer, info)
             model_in_ddp = wrap_model(model, run)
-            rows = summary_rows(describe_parts(args), model, len(classes), images, val_images)
+            rows = summary_rows(args.model, model, len(classes), images, val_images)
             log = open_log(run, schedule, info, rows)
             normalize = Normalize(*statistics, images.pixel_format).to(run.process.device)
             loop = TrainLoop(run, model_in_ddp, optimizer, schedule, normalize, log, state, bad_images=dataset.bad)

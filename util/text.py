@@ -1,14 +1,10 @@
 """Words for messages: counts, short lists of names, durations, owners of files, escapes."""
 
 import difflib
-import os
-import pwd
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 
 def count_of(number: int, noun: str) -> str:
@@ -58,18 +54,6 @@ def close_to(name: str, known: Iterable[str]) -> str:
 def duration(seconds: float) -> str:
     """Returns hours, minutes and seconds: "1:02:03"."""
     return str(timedelta(seconds=round(seconds)))
-
-
-def describe_owner(path: str) -> str:
-    """Returns, for example, "'out/.lock' belongs to root". Of a file that does not exist it describes the folder."""
-    place = Path(path) if os.path.exists(path) else Path(path).parent
-    try:
-        owner = place.stat().st_uid
-    except OSError as error:
-        return str(error)
-    with suppress(KeyError):  # a container may have no names
-        return f"{str(place)!r} belongs to {pwd.getpwuid(owner).pw_name}"
-    return f"{str(place)!r} belongs to user {owner}"
 
 
 def printable(text: str) -> str:

@@ -15,7 +15,6 @@ from typing import NoReturn
 
 from util.host import signal_if_parent_dies
 from util.run.errors import CheckpointError
-from util.text import describe_owner
 
 # Exit codes after which a restart would fail again: user error, values that are not finite, no usable checkpoint.
 FINAL = (2, 3, 4)
@@ -51,8 +50,6 @@ def describe_error(error: Exception) -> str:
         message = re.split(r"^[\w.]+Error: ", message, flags=re.MULTILINE)[-1]
     elif isinstance(error, OSError) and error.strerror and isinstance(error.filename, (str, os.PathLike)):
         message = f"{str(error.filename)!r}: {error.strerror}"
-        if isinstance(error, PermissionError):
-            message += f" ({describe_owner(str(error.filename))}); ask for access, or give another path"
     return " ".join(message.split())
 
 

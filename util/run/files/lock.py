@@ -29,16 +29,12 @@ def make_writable_folder(path: str | Path) -> Path:
     return folder
 
 
-class FolderInUse(ValueError):
-    """Another process of this host works in the output folder."""
-
-
 def lock_folder(folder: Path) -> tuple[TextIO, list[str]]:
     """Reserves the folder for this process until the returned file is closed, or the process ends, however it ends.
 
-    Raises FolderInUse, with the process that holds the lock, if that process is on this host. OSError if it is on
-    another one: a file server may keep the lock of a lost node for a while, so a later start may succeed. If the file
-    system has no locks, a note says so. The file names this process, on its disk, too: other nodes read it there.
+    ValueError with the process that holds the lock, if that process is on this host. OSError if it is on another one: a
+    file server may keep the lock of a lost node for a while, so a later start may succeed. If the file system has no
+    locks, a note says so. The file names this process, on its disk, too: other nodes read it there.
     """
     notes = []
     # Not `filelock`: its flock is inherited by DataLoader workers, and its files do not name the holder.
@@ -48,7 +44,11 @@ def lock_folder(folder: Path) -> tuple[TextIO, list[str]]:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             file.seek(0)
-            raise in_use(folder, file.read().strip() or "another process") from error
+            holder = file.read().strip() or "another process"
+            text = f"--output_dir {str(folder)!r} is in use by {holder}: wait for it, stop it, or choose another folder"
+            if holder.endswith(f" on {socket.gethostname()}"):
+                raise ValueError(text) from error
+            raise OSError(text) from error
         notes.append(f"note: the output folder has no lock ({error}); start only one run there")
     file.truncate(0)
     file.write(f"{this_process()}\n")
@@ -59,14 +59,6 @@ def lock_folder(folder: Path) -> tuple[TextIO, list[str]]:
 
 def this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
-
-
-def in_use(folder: Path, holder: str) -> Exception:
-    """Returns the error that a folder is locked by `holder`: see `lock_folder`."""
-    message = f"--output_dir {str(folder)!r} is in use by {holder}: wait for it, stop it, or choose another folder"
-    if holder.endswith(f" on {socket.gethostname()}"):
-        return FolderInUse(message)
-    return OSError(message)
 
 
 def is_held(folder: str | Path) -> bool:

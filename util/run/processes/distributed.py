@@ -185,34 +185,27 @@ def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that torchrun would set, for a task that srun started together with others; else {}.
 
     A batch script is no such task, and neither is a process that torchrun started. The port follows from the numbers of
-    job, step and restart, unless MASTER_PORT is set. Raises ValueError if the variables do not say where the other
-    tasks are.
+    job, step and restart, unless MASTER_PORT is set.
     """
     # In the shell of salloc, SLURM_NTASKS may be that of the job, though the shell is the only task of its step.
     num_tasks = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
     if "RANK" in environment or "SLURM_STEP_ID" not in environment or int(num_tasks) == 1:
         return {}
-    try:
-        # A requeued job tries another port, far from those of the next jobs.
-        start = int(environment["SLURM_JOB_ID"]) + 617 * int(environment.get("SLURM_RESTART_COUNT", 0))
-        port = 20_000 + (16 * start + int(environment["SLURM_STEP_ID"])) % 20_000
-        nodes = environment.get("SLURM_STEP_NODELIST", environment["SLURM_JOB_NODELIST"])
-        query = ["scontrol", "show", "hostnames", nodes]
-        hosts = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
-        num_on_node = tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])]
-        return {
-            "RANK": environment["SLURM_PROCID"],
-            "WORLD_SIZE": num_tasks,
-            "LOCAL_RANK": environment["SLURM_LOCALID"],
-            "LOCAL_WORLD_SIZE": str(num_on_node),
-            "MASTER_ADDR": hosts[0],
-            "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
-        }
-    except (KeyError, OSError, IndexError, ValueError, subprocess.CalledProcessError) as error:
-        raise ValueError(
-            f"this is one of {num_tasks} tasks of srun, but SLURM's variables do not say where the "
-            f"others are ({type(error).__name__}: {error}); start with submitit_launch.py or torchrun"
-        ) from error
+    # A requeued job tries another port, far from those of the next jobs.
+    start = int(environment["SLURM_JOB_ID"]) + 617 * int(environment.get("SLURM_RESTART_COUNT", 0))
+    port = 20_000 + (16 * start + int(environment["SLURM_STEP_ID"])) % 20_000
+    nodes = environment.get("SLURM_STEP_NODELIST", environment["SLURM_JOB_NODELIST"])
+    query = ["scontrol", "show", "hostnames", nodes]
+    hosts = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+    num_on_node = tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])]
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": num_tasks,
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(num_on_node),
+        "MASTER_ADDR": hosts[0],
+        "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
+    }
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -16,7 +16,7 @@ from util.data.datasets import epoch_groups, steps_per_epoch
 from util.flag import Change
 from util.run.errors import CheckpointError
 from util.run.files import checkpoint
-from util.run.files.record import CheckpointInfo, EncoderSource, RunInfo
+from util.run.files.record import CheckpointInfo, EncoderSource
 from util.run.start.plan import learning_rates
 
 Settings = Mapping[str, Any]
@@ -232,20 +232,13 @@ def find_notes(before: CheckpointInfo, now: CheckpointInfo, flag_changes: Change
     if before.run.world_size != now.run.world_size:
         processes = f"world_size was {before.run.world_size} and now is {now.run.world_size}"
         notes.append(f"note: {processes}: {effects['split']}")
-    notes += find_code_change(before.run, now.run)
+    # A commit may change other files than those of the code, whose hash is compared.
+    if before.run.origin.code.rpartition("files ")[2] != now.run.origin.code.rpartition("files ")[2]:
+        versions = f"{before.run.origin.code} then, {now.run.origin.code} now"
+        notes.append(f"note: the code has changed since this checkpoint was written: {versions}")
     if before.run.torch != now.run.torch:
         notes.append(f"note: torch was {before.run.torch} and now is {now.run.torch}: the last bits may differ")
     return notes
-
-
-def find_code_change(before: RunInfo, now: RunInfo) -> list[str]:
-    """Returns a note if the code has changed. Only the hash of its files is compared: a commit may change others."""
-    old_files = before.origin.code.rpartition("files ")[2]
-    new_files = now.origin.code.rpartition("files ")[2]
-    if old_files == new_files:
-        return []
-    versions = f"{before.origin.code} then, {now.origin.code} now"
-    return [f"note: the code has changed since this checkpoint was written: {versions}"]
 
 
 # -------------------------------------------------------------------------------------------------------- first weights

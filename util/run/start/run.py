@@ -248,10 +248,17 @@ class Run:
             num_bytes = checkpoint_bytes(model, optimizer)
             collectives.run_on_rank0(lambda: check_space(self.output_dir, num_bytes, self.continues_here))
         state: dict[str, Any] = {}
-        if self.resumed is not None:
-            state = self._restore(self.resumed, info, model, optimizer)
+        if self.resumed is not None and self.resume_path is not None:
+            changes = find_changes(self.resumed, info, self.parser.changes, self.parser.flags_chosen())
+            if not self.args.allow_changes:
+                refuse_changes(changes, self.resume_path)
+            state = restore(self.resume_path, self.process.need_not_verify, model, optimizer)
             if self.resumed.settings["precision"] != self.plan.precision:
                 del state["scaler"]  # another precision has another loss scale
+            for change in changes:
+                self.note(f"warning: {change}")
+            self.note(*find_notes(self.resumed, info, self.parser.changes))
+            self.note(f"resuming {self.resume_path} at step {self.first_step}")
         self.watchdog.set_up("training")
         return state
 
@@ -282,23 +289,6 @@ class Run:
         if self.resumed is None or self.resumed.run is None:
             return None
         return self.resumed.run.origin.started_from
-
-    def _restore(
-        self, resumed: CheckpointInfo, info: CheckpointInfo, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> dict[str, Any]:
-        """Loads the checkpoint to resume. Returns its state of training."""
-        path = self.resume_path
-        assert path is not None
-        flag_changes = self.parser.changes
-        changes = find_changes(resumed, info, flag_changes, self.parser.flags_chosen())
-        if not self.args.allow_changes:
-            refuse_changes(changes, path)
-        state = restore(path, self.process.need_not_verify, model, optimizer)
-        for change in changes:
-            self.note(f"warning: {change}")
-        self.note(*find_notes(resumed, info, flag_changes))
-        self.note(f"resuming {path} at step {self.first_step}")
-        return state
 
 
 def describe_data(images: Any) -> DataInfo:
