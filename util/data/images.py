@@ -60,9 +60,9 @@ def evenly_spaced(length: int, most: int) -> np.ndarray:
     return np.unique(np.linspace(0, length - 1, min(most, length)).astype(int))
 
 
-def retry_io(read: Callable[[], T], waits: Sequence[float] = (0.1, 1.0, 10.0)) -> T:
-    """Returns `read()`. If the storage fails, tries again after each of the `waits`, in seconds."""
-    for seconds in waits:
+def retry_io(read: Callable[[], T]) -> T:
+    """Returns `read()`. If the storage fails, tries again for 11 seconds."""
+    for seconds in (0.1, 1.0, 10.0):
         try:
             return read()
         except OSError as error:
@@ -79,11 +79,7 @@ def read_file(path: str) -> bytes:
     except OSError as error:
         if error.errno not in FILE_ERRORS:
             raise
-        raise MissingImage(unreadable(path, error)) from error
-
-
-def unreadable(path: str, error: Exception) -> str:
-    return f"{path!r} is not a readable image ({error})"
+        raise MissingImage(f"{path!r} is not a readable image ({error})") from error
 
 
 @dataclass(frozen=True)
@@ -270,7 +266,7 @@ class EncodedImages(Images):
         except ImageError:
             raise
         except PILLOW_ERRORS as error:
-            raise ImageError(unreadable(self.path(i), error)) from error
+            raise ImageError(f"{self.path(i)!r} is not a readable image ({error})") from error
 
     def _refuse_bad(self, problems: Sequence[str], num_checked: int, max_bad_fraction: float) -> None:
         """ImageError if too many of the checked images have problems, which it notes otherwise."""
