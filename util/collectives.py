@@ -114,11 +114,8 @@ def gather_objects(value: T) -> list[T]:
 def refuse_differences(values: Mapping[str, object], what: str) -> None:
     """Raises ValueError on every rank if `values` differ between ranks. The message names each difference."""
     values_of_ranks = gather_objects(values)
-    names: dict[str, None] = {}  # in order
-    for values_of_rank in values_of_ranks:
-        names.update(dict.fromkeys(values_of_rank))
     differences = []
-    for name in names:
+    for name in values_of_ranks[0]:
         ranks_of_value: dict[str, list[str]] = {}
         for rank, values_of_rank in enumerate(values_of_ranks):
             value = str(values_of_rank.get(name, "absent"))

@@ -57,7 +57,10 @@ class StopSignal:
         self.error: Exception | None = None  # for which this process asks all to stop, and then raises it
         self.interrupts = False  # whether a signal interrupts what this process does, by `Stopped`
         self.device = device
-        self.pending: tuple[Callable[[], object], torch.Tensor] | None = None
+        self.num_asked: torch.Tensor | None = None  # of the last step, on the CPU once `copied` has happened
+        self.copied: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.copied = torch.cuda.Event(blocking=True)  # without it, the wait keeps a core busy
         self.previous: dict[signal.Signals, Any] = {}  # handlers
 
     def __enter__(self) -> "StopSignal":
@@ -100,26 +103,20 @@ class StopSignal:
             return self.is_asked
         num_asked = all_reduce_sum(torch.full((1,), float(self.is_asked), device=self.device))
         stop = self.wait()  # on a single GPU, too: so the host never runs far ahead, and its waits are measured
-        self.pending = self._start_copy(num_asked)
+        self.num_asked = num_asked.to("cpu", non_blocking=True)  # to pinned memory
+        if self.copied is not None:
+            self.copied.record()
         return stop
-
-    def _start_copy(self, num_asked: torch.Tensor) -> tuple[Callable[[], object], torch.Tensor]:
-        """Returns a function that waits for the copy, and the CPU tensor that then holds the number."""
-        if self.device.type != "cuda":
-            return lambda: None, num_asked
-        copy = torch.empty(1, pin_memory=True).copy_(num_asked, non_blocking=True)
-        event = torch.cuda.Event(blocking=True)  # without it, the wait keeps a core busy
-        event.record()
-        return event.synchronize, copy
 
     def wait(self) -> bool:
         """Waits for the flags of the last step and returns whether any was set. To be called at the end."""
-        if self.pending is None:
+        if self.num_asked is None:
             return False
-        wait, num_asked = self.pending
-        self.pending = None
-        wait()
-        return bool(num_asked.item())
+        if self.copied is not None:
+            self.copied.synchronize()
+        is_asked = bool(self.num_asked.item())
+        self.num_asked = None
+        return is_asked
 
     def finish(self) -> None:
         """Settles at the end of a finished run. From the end of the context on, USR1 and USR2 are ignored.
