@@ -53,7 +53,7 @@ class Evaluator:
         return not is_best or (best is not None and best.step == step)
 
     def perform(self) -> None:
-        """Evaluates the current weights, and writes the result to the output folder and to the log."""
+        """Evaluates the current weights. The result goes to the output folder and the log; OSError if that fails."""
         loop = self.loop
         run = loop.run
         step = loop.step
@@ -64,15 +64,17 @@ class Evaluator:
         facts: dict[str, Any] = {}
         if self.best_by:
             facts["best"] = self.save_best(last, result.scores)
-        if not run.process.is_main:
-            return
-        if result.picture is not None:
-            loop.log.picture(self.picture_name, result.picture, step)
         facts["encoder"] = None if run.first_weights is None else asdict(run.first_weights)
-        write_results(run.output_dir, last, result.details, **facts)
-        # The log comes last: an evaluation that is not in the log is repeated after a kill.
-        line = self.describe(result.scores)
-        loop.log.report(step, report, f"after {self.when(last)}: {line}")
+
+        def write() -> None:
+            if result.picture is not None:
+                loop.log.picture(self.picture_name, result.picture, step)
+            write_results(run.output_dir, last, result.details, **facts)
+            # The log comes last: an evaluation that is not in the log is repeated after a kill.
+            line = self.describe(result.scores)
+            loop.log.report(step, report, f"after {self.when(last)}: {line}")
+
+        collectives.run_on_rank0(write)
 
     def report_of(self, step: int, scores: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what the log says of the evaluation of a step."""

@@ -1,10 +1,16 @@
 """What an evaluation has written stays, however the program ends."""
 
+import errno
 import signal
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from tests.two_processes import run_in_two_processes
 from tests.warm import Python
+from util.evaluate import evaluator
+from util.evaluate.results import Evaluation
 from util.run.files.json_files import read_json
 
 PROGRAM = """
@@ -42,3 +48,24 @@ def test_finished_parts_stay(tmp_path, end, code, state):
     assert read_json(tmp_path / "out" / "results.json")["parts"] == {"first": 1.0}
     content = read_json(tmp_path / "out" / "run.json")
     assert (content["state"], content["why"]) == state
+
+
+def _error_of_an_evaluation(rank, folder):
+    evaluator.context_of_loop = lambda loop: None
+    loop = SimpleNamespace(
+        step=3,
+        steps_per_epoch=3,
+        model=torch.nn.Linear(1, 1),
+        run=SimpleNamespace(process=SimpleNamespace(is_main=rank == 0), output_dir=folder, first_weights=None),
+    )
+    evaluation = evaluator.Evaluator(loop, None, lambda context: Evaluation({"top1": 1.0}), describe=str)
+    try:
+        evaluation.perform()
+    except OSError as error:
+        return error.errno
+    return None
+
+
+def test_all_ranks_end_alike_if_results_cannot_be_written(tmp_path):
+    """Rank 0 alone would leave the others in a collective."""
+    assert run_in_two_processes(_error_of_an_evaluation, tmp_path / "gone") == [errno.ENOENT] * 2
