@@ -10,7 +10,6 @@ from util.run.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-# What scripts/export.py stores beside the weights: of the images, and of a classifier.
 INVALID_SETTINGS = ("nodata", "mask_band", "bands")  # what marks invalid pixels
 
 

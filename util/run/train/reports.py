@@ -101,7 +101,7 @@ class Meter:
 
 
 class Clock:
-    """Measures wall time since the last lap, and how much of it this process has waited for data and for the device."""
+    """When the steps of a report began, and how long this process has waited in them for data and for the device."""
 
     def __init__(self) -> None:
         self.restart()
@@ -111,25 +111,6 @@ class Clock:
         self.data_seconds = 0.0
         self.device_seconds = 0.0
         self.num_steps = 0
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.start
-
-    @property
-    def host_share(self) -> float:
-        """The share of the time in which this process has not waited, but worked: it gave the device its work."""
-        return 1 - (self.data_seconds + self.device_seconds) / self.seconds
-
-    def lap(self, images_per_step: int) -> dict[str, float]:
-        """Returns the rates since the last lap and starts a new one."""
-        seconds = self.seconds
-        rates = {
-            "seconds_per_step": seconds / self.num_steps,
-            "images_per_s": self.num_steps * images_per_step / seconds,
-        }
-        self.restart()
-        return rates
 
 
 def total(means: dict[str, float | None]) -> float | None:
@@ -197,7 +178,7 @@ class StepReports:
             num_bad_images=0 if self.bad_images is None else int(self.bad_images.count_nonzero()),
             data_seconds=self.clock.data_seconds,
         )
-        host_share = self.clock.host_share
+        seconds = time.perf_counter() - self.clock.start
         ranks = gather_objects(own)
         self.num_bad_images = sum(rank.num_bad_images for rank in ranks)
         since_report, since_epoch = torch.stack([rank.sums for rank in ranks]).sum(dim=0) / len(ranks)
@@ -216,9 +197,12 @@ class StepReports:
         scalars["skipped_steps"] = self.meter.num_skipped(since_report)
         waits = [rank.data_seconds for rank in ranks]
         scalars["data_rank"] = waits.index(max(waits))
-        scalars["data_share"] = min(max(waits) / self.clock.seconds, 0.99)  # the ranks' clocks do not start together
-        scalars["host_share"] = host_share  # of rank 0, which has the same work as others
-        scalars |= self.clock.lap(self.images_per_step)
+        scalars["data_share"] = min(max(waits) / seconds, 0.99)  # the ranks' clocks do not start together
+        # Of rank 0, which has the same work as others: it has not waited, but given the device its work.
+        scalars["host_share"] = 1 - (self.clock.data_seconds + self.clock.device_seconds) / seconds
+        scalars["seconds_per_step"] = seconds / self.clock.num_steps
+        scalars["images_per_s"] = self.images_per_step / scalars["seconds_per_step"]
+        self.clock.restart()
         scalars |= memory_scalars(self.device)
         for measure in self.measures:
             scalars |= measure(scalars)

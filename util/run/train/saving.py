@@ -72,11 +72,11 @@ class CheckpointSaver:
         self.began = time.monotonic()  # the last save
         self.num_failures = 0  # saves in a row
 
-    def is_done(self) -> bool:
-        """Whether the current step needs no save, because its weights are saved or it is too early. For rank 0."""
+    def is_due(self) -> bool:
+        """Whether the current step is to be saved: by its number, by the time, or at the end. For rank 0."""
         step = self.loop.step
-        is_needed = self.loop.has_ended() or self.is_kept(step) or (self.save_steps > 0 and step % self.save_steps == 0)
-        return not is_needed and not self.is_time()
+        is_chosen = self.save_steps > 0 and step % self.save_steps == 0
+        return self.loop.has_ended() or self.is_kept(step) or is_chosen or self.is_time()
 
     def is_kept(self, step: int) -> bool:
         """Whether the checkpoint of `step` is kept for good. Those of the end and of the start of the decay are."""

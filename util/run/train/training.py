@@ -140,7 +140,7 @@ def do_what_is_due(loop: TrainLoop, saver: CheckpointSaver, between: Sequence[Be
 
     All ranks do the same: `is_due` is equal on all, rank 0 says what is done.
     """
-    if not collectives.run_on_rank0(saver.is_done):
+    if collectives.run_on_rank0(saver.is_due):
         saver.save(final=loop.has_ended())
     for work in between:
         if not work.is_due() or collectives.run_on_rank0(work.is_done):

@@ -135,7 +135,7 @@ def test_a_save_by_steps_waits_for_the_write_before_it(tmp_path, gate, monkeypat
     saver = a_saver(tmp_path, step=1, save_steps=2)
     saver.save()
     saver.loop.step = 2
-    assert not saver.is_done()
+    assert saver.is_due()
     open_when_waited_for(saver, gate, monkeypatch)
     saver.save()
     saver.save()  # of the same step: nothing
@@ -182,7 +182,7 @@ def test_saves_by_time(tmp_path, monkeypatch):
         now[0] += 70
         saver.save_best(info_of_run())  # does not count
         saver.finish()
-        if not saver.is_done():
+        if saver.is_due():
             saver.save()
         saver.finish()
         saved.append(steps_in(tmp_path)[-1:])
