@@ -28,29 +28,6 @@ from util.text import count_of
 MODEL_FLAGS = ("model", "input_size", "patch_size", "in_chans", "nb_classes", "global_pool")
 
 
-def evaluate_classifier(
-    args: argparse.Namespace, given: Set[str], classifier: Trained, process: Process, output_dir: Path | None
-) -> dict[str, float]:
-    """Evaluates the classifier at --resume on --eval_split, or on --eval_set. Returns the scores.
-
-    given: names of explicit flags.
-    """
-    settings = settings_of_eval(args, given, classifier)
-    print_on_rank0(*note_on_view(settings, args.resume))
-    if args.eval_set is not None:
-        return evaluate_set(args, classifier, settings, process, output_dir)
-
-    images = open_split(args, settings, classifier.weights.info)
-    score = make_score(args, classifier, settings, images.pixel_format, process)
-    scores = score(images)
-    print_on_rank0(*images.notes)
-    where = f"{count_of(len(images), 'image')} in {images.root}"
-    line = f"{accuracy_text(scores, digits=3)}, loss {scores['loss']:.4f} on {where}"
-    result = Evaluation(scores, details={"data": str(images.root)})
-    finish_evaluation(result, line, output_dir, args.resume, classifier.weights.info.step)
-    return scores
-
-
 def settings_of_eval(args: argparse.Namespace, given: Set[str], classifier: Trained) -> dict[str, Any]:
     """Returns the classifier's settings, with the values of flags in place of its own.
 
@@ -93,9 +70,28 @@ def make_score(
     args: argparse.Namespace, classifier: Trained, settings: Mapping[str, Any], pixels: PixelFormat, process: Process
 ) -> Callable[..., dict[str, float]]:
     """Returns `score(images, columns=None)`, which evaluates the classifier on images of this format."""
+    print_on_rank0(*note_on_view(settings, args.resume))
     view = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], args.loader == "reference")
     context = context_of_flags(args, process, normalizer(settings, pixels), args.batch_size or 64)
     return partial(evaluate_images, classifier.model.to(process.device), transform=view, context=context)
+
+
+def evaluate_split(
+    args: argparse.Namespace,
+    classifier: Trained,
+    settings: Mapping[str, Any],
+    images: Images,
+    process: Process,
+    output_dir: Path | None,
+) -> dict[str, float]:
+    """Evaluates a classifier on the images of `open_split`. Returns the scores."""
+    scores = make_score(args, classifier, settings, images.pixel_format, process)(images)
+    print_on_rank0(*images.notes)
+    where = f"{count_of(len(images), 'image')} in {images.root}"
+    line = f"{accuracy_text(scores, digits=3)}, loss {scores['loss']:.4f} on {where}"
+    result = Evaluation(scores, details={"data": str(images.root)})
+    finish_evaluation(result, line, output_dir, args.resume, classifier.weights.info.step)
+    return scores
 
 
 def evaluate_set(

@@ -337,12 +337,16 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
     given = set(parser.given)
     if args.eval:
         from encoders.trained import load
-        from eval_finetune import evaluate_classifier
+        from eval_finetune import evaluate_set, evaluate_split, open_split, settings_of_eval
 
         folder = folder_of_eval(parser, args, "this program, of MAE or of timm")
         with begin(PROGRAM, parser, args, folder) as (process, output_dir):
             classifier = load(args.resume, "classification")
-            return evaluate_classifier(args, given, classifier, process, output_dir)
+            settings = settings_of_eval(args, given, classifier)
+            if args.eval_set is not None:
+                return evaluate_set(args, classifier, settings, process, output_dir)
+            images = open_split(args, settings, classifier.weights.info)
+            return evaluate_split(args, classifier, settings, images, process, output_dir)
     largest = 512 if args.trainable_blocks == 0 else 64  # a probe's BatchNorm sees 512 images in MAE's protocol
     with Run.begin(
         PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune", default_batch_size=largest
