@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from downstream.detection.fixed_shapes import FixedShapes
-from encoders.trained import Trained
+from encoders.trained import Task, Trained
 from scripts.parts.export_facts import facts_of_program, pixels_of
 from scripts.parts.timm_models import TOLERANCE
 from util.data.invalid_pixels import InvalidPixels
@@ -26,13 +26,15 @@ FACTS = "facts.json"  # the name in the file
 class Program(nn.Module):
     """Computes the outputs of a model from pixels as files hold them.
 
-    network: returns logits [B, K], tokens [B, N, D], the results of `FixedShapes`, or {"decode": logits [B, K, h, w]},
-    which are resized to the images. nodata: value of invalid pixels beside NaN, None if there is no other one.
+    They are logits [B, K], tokens [B, N, D] of an encoder, logits of the size of the images for segmentation, or the
+    results of `FixedShapes` for detection. task: see `Trained`. nodata: value of invalid pixels beside NaN, None if
+    there is no other one.
     """
 
-    def __init__(self, network: nn.Module, normalize: Normalize, nodata: float | None) -> None:
+    def __init__(self, network: nn.Module, task: Task, normalize: Normalize, nodata: float | None) -> None:
         super().__init__()
         self.network = network
+        self.task = task
         self.normalize = normalize
         self.nodata = nodata
         self.requires_grad_(False).eval()
@@ -41,8 +43,11 @@ class Program(nn.Module):
         """imgs: [B, C, H, W] of the type `PixelFormat.batch_dtype`, in the unit of the files."""
         if self.nodata is not None:
             imgs = torch.where(imgs == self.nodata, torch.nan, imgs)
-        outputs = self.network(self.normalize(imgs))
-        if isinstance(outputs, Mapping) and "decode" in outputs:
+        normalized = self.normalize(imgs)
+        if self.task == "encoder":
+            return self.network.forward_features(normalized)
+        outputs = self.network(normalized)
+        if self.task == "segmentation":
             logits = outputs["decode"].float()
             return F.interpolate(logits, size=imgs.shape[-2:], mode="bilinear", align_corners=False)
         return outputs
@@ -53,11 +58,9 @@ def program_of(trained: Trained) -> tuple[Program, dict[str, Any]]:
     network = trained.model
     if trained.task == "detection":
         network = FixedShapes(network)
-    elif trained.task == "encoder":
-        network.forward = network.forward_features  # an encoder alone has no other output
     facts = facts_of_program(trained)
     normalize = normalizer(facts, pixels_of(trained.encoder, facts))
-    return Program(network, normalize, InvalidPixels.from_settings(facts).nodata), facts
+    return Program(network, trained.task, normalize, InvalidPixels.from_settings(facts).nodata), facts
 
 
 def random_pixels(count: int, size: tuple[int, int], pixels: PixelFormat, program: Program) -> Tensor:
