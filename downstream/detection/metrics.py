@@ -52,18 +52,23 @@ def average_precision(
 
 
 def complete_truth(truth: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy whose annotations have unique ids from 1 on, an area and `iscrowd`. COCO's own areas are kept."""
+    """Returns a copy whose annotations have unique ids from 1 on, an area and `iscrowd`. COCO's own areas are kept.
+
+    What has no segmentation, such as a crowd, gets its box: to score masks, the evaluator needs one of each.
+    """
     completed = copy.deepcopy(truth)  # the evaluator writes into it
     mask = coco_masks()
     sizes = {image["id"]: (image["width"], image["height"]) for image in truth["images"]}
     for number, annotation in enumerate(completed["annotations"], 1):
         annotation["id"] = number
         annotation.setdefault("iscrowd", 0)
-        if "area" in annotation:
-            continue
-        _, _, width, height = annotation["bbox"]
-        annotation["area"] = width * height
-        if annotation.get("segmentation"):
-            code = mask.segmToRle(annotation["segmentation"], *sizes[annotation["image_id"]])
-            annotation["area"] = float(mask.area(code))
+        x, y, width, height = annotation["bbox"]
+        segmentation = annotation.get("segmentation")
+        if "area" not in annotation:
+            annotation["area"] = width * height
+            if segmentation:
+                code = mask.segmToRle(segmentation, *sizes[annotation["image_id"]])
+                annotation["area"] = float(mask.area(code))
+        if not segmentation:
+            annotation["segmentation"] = [[x, y, x + width, y, x + width, y + height, x, y + height]]
     return completed

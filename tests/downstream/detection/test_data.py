@@ -308,3 +308,27 @@ def test_missing_fields_are_filled_in(truth):
     assert scores["ap"] == pytest.approx(100)
     scores = average_precision(truth, detections[1:], NAMES_OF_CLASSES, "bbox").scores
     assert scores["ap"] < 100
+
+
+def test_masks_are_scored_beside_crowds_and_empty_boxes_without_a_segmentation():
+    """Detections inside a crowd count neither way. A box without area is an object that nothing finds."""
+    square = np.zeros((40, 50), bool)
+    square[2:22, 2:22] = True
+    part_of_crowd = np.zeros((40, 50), bool)
+    part_of_crowd[5:15, 26:36] = True
+    detections = []
+    for score, mask in ((0.9, square), (0.95, part_of_crowd)):
+        code = encode_mask(mask)
+        detections.append({"image_id": 1, "category_id": WEDGE, "score": score, "segmentation": code})
+    annotations = [
+        {"image_id": 1, "category_id": WEDGE, "bbox": [2, 2, 20, 20], "segmentation": encode_mask(square)},
+        {"image_id": 1, "category_id": WEDGE, "bbox": [25, 5, 20, 20], "iscrowd": 1},
+    ]
+    truth = {
+        "images": [{"id": 1, "width": 50, "height": 40}],
+        "categories": [{"id": WEDGE}],
+        "annotations": annotations,
+    }
+    assert average_precision(truth, detections, NAMES_OF_CLASSES, "segm").scores["ap"] == pytest.approx(100)
+    annotations.append({"image_id": 1, "category_id": WEDGE, "bbox": [4, 4, 0, 7], "segmentation": []})
+    assert average_precision(truth, detections, NAMES_OF_CLASSES, "segm").scores["ap"] == pytest.approx(50.5, abs=0.1)
