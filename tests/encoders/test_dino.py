@@ -254,19 +254,11 @@ def test_other_rotations_are_refused(name, tmp_path):
         load_blocks(model, tmp_path / "timm.pth")
 
 
-@pytest.mark.parametrize(
-    ("kind", "setting"),
-    [
-        ("dinov2", {"layer_norm_eps": 1e-5}),
-        ("dinov3", {"layer_norm_eps": 1e-6}),
-        ("dinov3", {"rope_theta": 10.0}),
-        ("dinov3", {"key_bias": True}),
-    ],
-)
-def test_other_settings_in_a_config_are_refused(kind, setting, tmp_path):
+@pytest.mark.parametrize(("name", "value"), [("layer_norm_eps", 1e-6), ("rope_theta", 10.0), ("key_bias", True)])
+def test_other_settings_in_a_config_are_refused(name, value, tmp_path):
     """No shape shows them."""
-    save_by_transformers(kind, tmp_path, **setting)
-    with pytest.raises(CheckpointError, match=f"{tmp_path}.*{next(iter(setting))}"):
+    save_by_transformers("dinov3", tmp_path, **{name: value})
+    with pytest.raises(CheckpointError, match=f"{tmp_path}.*{name}"):
         read(tmp_path)
 
 
