@@ -117,6 +117,8 @@ LOADING_FLAGS = (
         0.01,
         "share of training images that may be unreadable; each is replaced by another image",
         changes="nothing",
+        at_least=0,
+        below=1,
     ),
     Flag(
         "num_workers",

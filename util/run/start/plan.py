@@ -116,8 +116,6 @@ def learning_rates(settings: Mapping[str, Any], steps_per_epoch: int) -> Schedul
 
 def check_flags(args: argparse.Namespace) -> None:
     """ValueError if flags do not go together. The parser has checked the range of each number."""
-    if not 0 <= args.max_bad_fraction < 1:
-        raise ValueError(f"--max_bad_fraction must lie in [0, 1), got {args.max_bad_fraction}")
     if "crop_scale" in args and not 0 < args.crop_scale[0] <= args.crop_scale[1] <= 1:
         raise ValueError(f"--crop_scale must be two areas 0 < low <= high <= 1, got {args.crop_scale}")
     for name in ("image_column", "label_column"):

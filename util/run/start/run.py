@@ -219,6 +219,11 @@ class Run:
         statistics: mean and deviation of each channel. settings: what follows from model and data; they override the
         flags. files: {flag: fingerprint} of files that the model reads.
         """
+        started_from: str | None = None  # a checkpoint of another folder
+        if self.began_elsewhere:
+            started_from = str(self.resume_path)
+        elif self.resumed is not None and self.resumed.run is not None:
+            started_from = self.resumed.run.origin.started_from
         run = RunInfo(
             program=self.program,
             step=self.first_step,
@@ -228,12 +233,22 @@ class Run:
             val_data=None if val_images is None else describe_data(val_images),
             torch=torch.__version__,
             optimizer=type(optimizer).__name__,
-            origin=replace(self.origin, started_from=self._find_beginning()),
+            origin=replace(self.origin, started_from=started_from),
             encoder=self.first_weights,
             files=dict(files or {}),
         )
-        all_settings = self.resolved_settings(images, schedule, statistics, settings)
-        return CheckpointInfo(all_settings, images.pixel_format.dtype, classes, class_colors, run)
+        mean, std = statistics
+        resolved = {**vars(self.args), **asdict(self.plan), "epochs": schedule.epochs, "mean": mean, "std": std}
+        resolved |= settings
+        # A resumed run keeps the path of its first weights, whatever the flag gives now.
+        if self.resumed is not None:
+            resolved[self.encoder_flag] = self.resumed.settings.get(self.encoder_flag)
+        if images.pinned_path is not None:
+            resolved["data_path"] = images.pinned_path
+        for name, value in resolved.items():
+            if isinstance(value, tuple):
+                resolved[name] = list(value)  # as after reading JSON
+        return CheckpointInfo(resolved, images.pixel_format.dtype, classes, class_colors, run)
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, info: CheckpointInfo) -> dict[str, Any]:
         """Restores model and optimizer if there is a checkpoint. Returns the rest of its state, of the loop; {} if not.
@@ -261,34 +276,6 @@ class Run:
             self.note(f"resuming {self.resume_path} at step {self.first_step}")
         self.watchdog.set_up("training")
         return state
-
-    def resolved_settings(
-        self, images: Images, schedule: RunSchedule, statistics: Statistics, of_model: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Returns the settings that are saved beside the run and in its checkpoints."""
-        settings = dict(vars(self.args))
-        # What the flags leave open, such as batch size and precision.
-        settings |= asdict(self.plan)
-        mean, std = statistics
-        settings |= {"epochs": schedule.epochs, "mean": mean, "std": std}
-        settings |= of_model
-        # A resumed run keeps the path of its first weights, whatever the flag gives now.
-        if self.resumed is not None:
-            settings[self.encoder_flag] = self.resumed.settings.get(self.encoder_flag)
-        if images.pinned_path is not None:
-            settings["data_path"] = images.pinned_path
-        for name, value in settings.items():
-            if isinstance(value, tuple):
-                settings[name] = list(value)  # as after reading JSON
-        return settings
-
-    def _find_beginning(self) -> str | None:
-        """Returns the checkpoint of another folder where the run began."""
-        if self.began_elsewhere:
-            return str(self.resume_path)
-        if self.resumed is None or self.resumed.run is None:
-            return None
-        return self.resumed.run.origin.started_from
 
 
 def describe_data(images: Any) -> DataInfo:

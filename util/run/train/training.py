@@ -169,7 +169,6 @@ def end_check(loop: TrainLoop, dataset: AddressedDataset, draw_target: Callable[
     path = loop.run.output_dir / "check.png"
     collectives.run_on_rank0(lambda: write_samples(path, dataset, loop.normalize, draw_target))
     loop.log.info(f"--check_data: the run would start; nothing was trained or saved but samples in {path}")
-    shut_down()
     return True
 
 
