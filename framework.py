@@ -1,5 +1,6 @@
 """The contract of a pre-training framework, and what the frameworks that predict pixels share."""
 
+import importlib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -18,10 +19,7 @@ from prmim import (
     count_visible,
 )
 from util.flag import Flag
-from util.lazy import ByName
 from util.tokens import counted_tokens, fill_invalid, patch_statistics
-
-COLLATORS = ByName({"frameworks.valid_tokens": ("ValidTokenCollator",)})  # which most runs do not load
 
 
 class Framework(nn.Module):
@@ -46,7 +44,6 @@ class Framework(nn.Module):
     needs_attention: ClassVar[bool] = False  # whether it draws tokens by attention alone (AMT)
     flags: tuple[Flag, ...] = ()
     compiled_methods: ClassVar[tuple[str, ...]] = ()  # names of those that --compile compiles, beside all blocks
-    views: Any = None  # a method that draws predictions, if they are no pixels: see `frameworks.views`
 
     def __init_subclass__(cls, **options: Any) -> None:
         """ValueError if a flag has the name of a method or attribute of the class: the flag's value would hide it."""
@@ -142,8 +139,8 @@ class Framework(nn.Module):
         sampling: name in `prmim.SAMPLING` of the function that picks the retained tokens. seed: of the token orders.
         """
         kind = MaskCollator
-        if self.has_invalid:
-            kind = COLLATORS["ValidTokenCollator"]
+        if self.has_invalid:  # which most runs have not: they load no such module
+            kind = importlib.import_module("frameworks.valid_tokens").ValidTokenCollator
         return kind(self.sampler(sampling), seed, self.shared_visible)
 
     def reconstruct(self, imgs: Tensor, ids_shuffle: Tensor) -> tuple[Any, Tensor]:
@@ -152,10 +149,6 @@ class Framework(nn.Module):
         Plain partial reconstruction predicts no thrown token.
         """
         raise NotImplementedError
-
-    def predicts_pixels(self) -> bool:
-        """Returns whether the predictions are pixels, which a PSNR or a decoder of MAE's scripts stands for."""
-        return False
 
     def official_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the weights of the framework's release under the names of this model."""
@@ -264,13 +257,6 @@ class PixelFramework(Framework):
         A subclass overrides this method for another loss.
         """
         return error.square()
-
-    def predicts_pixels(self) -> bool:
-        """Returns whether `target_tokens` returns the pixels that it gets."""
-        parameter = next(self.parameters())
-        imgs = torch.zeros(1, self.in_chans, *self.img_size, device=parameter.device, dtype=parameter.dtype)
-        pixels = self.token_pixels(imgs)
-        return self.target_tokens(imgs, pixels) is pixels
 
     @torch.no_grad()
     def reconstruct(self, imgs: Tensor, ids_shuffle: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 from encoders.kinds import choose_traits
 from encoders.load import load_all, read
 from framework import Framework
+from frameworks.views import predicts_pixels
 from prmim import METHOD_ARGUMENTS
 from util.data.pixel_format import declares_invalid
 from util.lazy import ByName
@@ -121,7 +122,7 @@ def build_model(settings: Mapping[str, Any], read_files: bool = True) -> Framewo
             raise ValueError(f"--input_size takes one or two numbers, got {settings['input_size']}")
         options["img_size"] = settings["input_size"]
     model = MODELS[name](**options)
-    if has_invalid and not model.predicts_pixels():
+    if has_invalid and not predicts_pixels(model):
         raise ValueError(
             f"--nodata, --mask_band and --bands keep invalid pixels out of losses on pixels, but {name} predicts other "
             "targets: leave them out, with invalid pixels replaced in the files, or choose a model that predicts pixels"

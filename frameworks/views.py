@@ -26,7 +26,17 @@ class View:
 
 def is_drawable(model: Framework) -> bool:
     """Returns whether something says how to draw the predictions: the model's own `views`, or that they are pixels."""
-    return model.views is not None or model.predicts_pixels()
+    return hasattr(model, "views") or predicts_pixels(model)
+
+
+def predicts_pixels(model: Framework) -> bool:
+    """Returns whether the targets are pixels: whether `target_tokens` returns those that it gets."""
+    if not isinstance(model, PixelFramework):
+        return False
+    parameter = next(model.parameters())
+    imgs = torch.zeros(1, model.in_chans, *model.img_size, device=parameter.device, dtype=parameter.dtype)
+    pixels = model.token_pixels(imgs)
+    return model.target_tokens(imgs, pixels) is pixels
 
 
 def views_of(
@@ -39,9 +49,9 @@ def views_of(
 
     imgs, ids_shuffle: what the model takes. undo: turns normalised images into images in [0, 1].
     """
-    if model.views is not None:
+    if hasattr(model, "views"):
         return model.views(imgs, ids_shuffle, undo)
-    if isinstance(model, PixelFramework) and model.predicts_pixels():
+    if isinstance(model, PixelFramework) and predicts_pixels(model):
         return [view_pixels(model, imgs, ids_shuffle, undo)]
     raise ValueError(f"the targets of {type(model).__name__} are no pixels: to draw them, give it a method `views`")
 

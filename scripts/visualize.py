@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from frameworks.hooks.reconstruction import crops, measure, reconstruction_picture
 from frameworks.registry import load_run
+from frameworks.views import predicts_pixels
 from util import pictures
 from util.atomic import prepare_file
 from util.data.folders import refuse_inside_data
@@ -61,7 +62,7 @@ def show_run(args: argparse.Namespace) -> None:
     for name, errors in errors_by_name.items():
         for kind, error in errors.items():
             line = f"{kind} tokens of {len(measured)} images: {name} {error:.5f}"
-            if model.predicts_pixels():
+            if predicts_pixels(model):
                 line += f", PSNR {-10 * math.log10(error):.2f} dB"
             lines.append(line)
     drawn = evenly_spaced(len(images), args.rows)

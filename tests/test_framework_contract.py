@@ -23,7 +23,7 @@ from encoders.models_swin import SwinEncoder, SwinTransformer
 from encoders.names import fold_cls_token
 from framework import PixelFramework
 from frameworks import registry
-from frameworks.views import is_drawable, views_of
+from frameworks.views import is_drawable, predicts_pixels, views_of
 from models_vit import VisionTransformer, ViTEncoder
 from prmim import METHOD_ARGUMENTS, Method, SpatialAggregation, TokenOrder
 from tests.patches import MonkeyPatch
@@ -233,7 +233,7 @@ def test_supervision_reaches_every_masked_token_or_the_retained_alone(name, arm)
     _, predicted = predictions(model, imgs, ids)
     assert torch.equal(predicted, supervised)
     assert aggregates(model) == (model.method.progressive and model.counts.num_thrown > 0)
-    if model.predicts_pixels():
+    if predicts_pixels(model):
         imgs.requires_grad_()
         total(model(imgs, ids, *groupings)).backward()
         gradient = imgs.grad.abs().amax(dim=1, keepdim=True)
@@ -328,7 +328,7 @@ def test_a_new_target_reaches_the_loss_and_is_not_drawn(name, monkeypatch):
     model = build(name, norm_pix_loss=False)
     imgs, *orders = a_batch(model)
     before = model(imgs, *orders)["pixel"]
-    assert model.predicts_pixels()
+    assert predicts_pixels(model)
     monkeypatch.setattr(type(model), "target_tokens", lambda self, imgs, pixels: 1000 + pixels)
     assert model(imgs, *orders)["pixel"] > 100 * before
     assert not is_drawable(model)
@@ -404,7 +404,7 @@ def test_images_may_have_five_channels(name):
     for view in views:
         for picture in (view.truth, view.prediction):
             assert as_rgb(picture).shape == (len(imgs), 3, *model.img_size)
-    if model.predicts_pixels():
+    if predicts_pixels(model):
         gradient = imgs.grad.abs() * masked  # masked pixels are the target alone
         assert (gradient.amax(dim=(0, 2, 3)) > 0).all()
         difference = (views[0].prediction - views[0].truth).abs() * masked
