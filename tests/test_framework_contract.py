@@ -716,7 +716,7 @@ def test_two_processes_give_the_gradient_of_one(name, variant, gradients_in_ddp)
             torch.testing.assert_close(theirs, gradient, rtol=1e-4, atol=1e-6, msg=parameter)
 
 
-@pytest.mark.parametrize("taken", ["target_tokens", "views", "counts"])  # two methods, and an attribute of instances
+@pytest.mark.parametrize("taken", ["target_tokens", "counts"])  # a method, and an attribute of instances
 def test_a_flag_must_not_hide_a_method_or_attribute(taken):
     with pytest.raises(ValueError, match=f"the flag --{taken} of Mine has the name of a method or attribute"):
         type("Mine", (PixelFramework,), {"flags": (Flag(taken),)})

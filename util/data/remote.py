@@ -35,20 +35,6 @@ class Store(Protocol):
         """
 
 
-def open_store(url: str) -> Store:
-    """Returns the files below a URL. Nothing is read. ValueError if a package is missing."""
-    try:
-        if url.startswith(("http://", "https://", "hf://")):
-            from util.data.http_store import open_http_store
-
-            return open_http_store(url)
-        from util.data.object_store import ObjectStore
-
-        return ObjectStore(url)
-    except ImportError as error:
-        raise ValueError(f"--data_path {url!r} needs a package: pip install {error.name}") from error
-
-
 def joined(*parts: str) -> str:
     return "/".join(part for part in parts if part)
 

@@ -11,14 +11,14 @@ from safetensors.numpy import load
 
 from util.data.folders import MissingSplit, choose_split, note_stand_in
 from util.data.images import AS_RGB, Reading
-from util.data.remote import MAX_READS, SLOWEST, TIMEOUT, Call, Store, joined, open_store
+from util.data.remote import MAX_READS, SLOWEST, TIMEOUT, Call, Store, joined
 from util.data.tars import INDEX, Index, Span, TarImages, checked_index
 
 PIECE = 2**23  # bytes of the index that are read at once
 
 
 class RemoteTars:
-    """Tars in a folder of a store, as `LocalTars`."""
+    """Tars in a folder of a store."""
 
     def __init__(self, store: Store, place: str) -> None:
         self.store = store
@@ -34,7 +34,7 @@ class RemoteTars:
         self._begin_reads()
 
     def read(self, span: Span) -> bytes:
-        """As of `LocalTars`. What the storage denies in the middle of a run may come back with the next login."""
+        """See `Storage`. What the storage denies in the middle of a run may come back with the next login."""
         call = self._begun.pop(span, None) or self._begin(span)
         try:
             data = call.result()
@@ -54,6 +54,20 @@ class RemoteTars:
 
 
 # -------------------------------------------------------------------------------------------------------------- open
+
+
+def open_store(url: str) -> Store:
+    """Returns the files below a URL. Nothing is read. ValueError if a package is missing."""
+    try:
+        if url.startswith(("http://", "https://", "hf://")):
+            from util.data.http_store import open_http_store
+
+            return open_http_store(url)
+        from util.data.object_store import ObjectStore
+
+        return ObjectStore(url)
+    except ImportError as error:
+        raise ValueError(f"--data_path {url!r} needs a package: pip install {error.name}") from error
 
 
 def find_split(store: Store, split: str, labelled: bool) -> tuple[str, list[str]]:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -27,9 +27,6 @@ from util.atomic import replaced_file
 from util.data.folders import is_hidden, is_image, split_of
 from util.data.images import AS_RGB, FILE_ERRORS, EncodedImages, ImageError, Reading, retry_io
 from util.text import count_of, shorten
-
-if TYPE_CHECKING:
-    from util.data.remote_tars import RemoteTars
 
 INDEX = "prmim-index.safetensors"  # beside the shards of pack_dataset.py
 INDEX_VERSION = 8  # an index that was made by other rules is made again
@@ -248,6 +245,18 @@ class Span(NamedTuple):
     size: int
 
 
+class Storage(Protocol):
+    """Where tars lie: in a folder, or behind a URL."""
+
+    root: str | Path
+
+    def prepare(self, spans: Sequence[Span]) -> None:
+        """Announces that `read` is about to be called for these spans, in this order."""
+
+    def read(self, span: Span) -> bytes:
+        """Returns the bytes of a span, fewer if the tar ends before. OSError if the storage fails for some time."""
+
+
 class LocalTars:
     """Tars in a folder. Forked workers may share those that are open, because `pread` has no position in the file."""
 
@@ -259,7 +268,6 @@ class LocalTars:
         """Does nothing: the kernel reads ahead."""
 
     def read(self, span: Span) -> bytes:
-        """Returns the bytes of a span, fewer if the tar ends before. OSError if the storage fails for some time."""
         return retry_io(lambda: self._read_at(span))
 
     def _read_at(self, span: Span) -> bytes:
@@ -282,7 +290,7 @@ class TarImages(EncodedImages):
     def __init__(
         self,
         index: Index,
-        storage: "LocalTars | RemoteTars",
+        storage: Storage,
         labelled: bool = False,
         notes: Sequence[str] = (),
         reading: Reading = AS_RGB,
