@@ -41,15 +41,10 @@ def settings_of_eval(args: argparse.Namespace, given: Set[str], classifier: Trai
         settings = without_marks(settings)
     for name in given & set(INVALID_SETTINGS):
         settings[name] = getattr(args, name)
-    unused = set()
-    if args.eval_set is not None:
-        unused = {"eval_split", *INVALID_SETTINGS}
     if args.eval_set == "imagenet_c":  # whose images are cropped already: resizing would blur what is measured
-        unused.add("crop_pct")
+        if "crop_pct" in given:
+            raise ValueError("--crop_pct has no effect, because of --eval_set imagenet_c: leave it out")
         settings["crop_pct"] = 1.0
-    unused_and_given = sorted(unused & given)
-    if unused_and_given:
-        raise ValueError(f"--{unused_and_given[0]} has no effect, because of --eval_set {args.eval_set}: leave it out")
     check_same(args, settings, given & set(MODEL_FLAGS), f"the classifier at {args.resume!r}")
     return settings
 

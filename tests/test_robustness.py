@@ -187,7 +187,6 @@ def test_user_errors(sets, finetuned, model, tmp_path, capsys):
     out = ("--output_dir", tmp_path / "out")
     assert "--output_dir" in error(finetuned, sets, "imagenet_c")
     assert "--crop_pct" in error(finetuned, sets, "imagenet_c", *out, "--crop_pct", 0.9)
-    assert "--eval_split" in error(finetuned, sets, "imagenet_a", "--eval_split", "test")
     shutil.copytree(sets, tmp_path / "sets")
     shutil.rmtree(tmp_path / "sets" / "imagenet_c" / "fog" / "2")
     assert "fog/2" in error(finetuned, tmp_path / "sets", "imagenet_c", *out)

@@ -104,7 +104,7 @@ def test_a_process_that_waits_for_the_others(photos, tmp_path):
         MASTER_PORT=port,
     )
     process = Python(*command(photos, tmp_path, processes=1), env=environment)
-    waiting = f"process 0 is waiting for all 2 processes at 127.0.0.1:{port}; for a single process"
+    waiting = f"process 0 is waiting for all 2 processes at 127.0.0.1:{port}"
     wait_until(lambda: waiting in process.text() or process.poll() is not None)
     assert process.poll() is None, process.text()
     os.killpg(process.pid, signal.SIGKILL)

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from util.run.processes.supervise import Watchdog, print_error
 from util.text import count_of
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-NOTICE = 10.0  # seconds after which a process says that it waits for the others
 # Of a collective: the others wait while rank 0 counts up to four million files. In a training the watchdog comes first.
 TIMEOUT = timedelta(hours=4)
 
@@ -63,8 +61,7 @@ def init_process(device: str = "auto", join_timeout: float = 600) -> Process:
             f"SLURM gave this job GPUs ({gpus_of_job}), but torch sees none: a GPU or its driver may have failed; "
             "--device cpu computes on the CPU"
         )
-    slurm = slurm_environment(os.environ)
-    os.environ.update(slurm)
+    os.environ.update(slurm_environment(os.environ))
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         if use_cuda:
             return Process(torch.device("cuda", 0))
@@ -86,18 +83,11 @@ def init_process(device: str = "auto", join_timeout: float = 600) -> Process:
     process = Process(place, rank, world_size, local_world_size, local_rank)
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     waiting = f"waiting for all {world_size} processes at {address}"
-    variables = "SLURM_STEP_ID" if slurm else "RANK and WORLD_SIZE"
-    notice = f"process {rank} is {waiting}; for a single process, unset {variables}"
-    timer = threading.Timer(NOTICE, print_error, [notice])
-    timer.daemon = True
     if local_rank == 0:
-        timer.start()
-    try:
-        with Watchdog(join_timeout, join_timeout, rank) as watchdog:
-            watchdog.heartbeat(waiting)
-            join_group(process)
-    finally:
-        timer.cancel()
+        print_error(f"process {rank} is {waiting}")
+    with Watchdog(join_timeout, join_timeout, rank) as watchdog:
+        watchdog.heartbeat(waiting)
+        join_group(process)
     return process
 
 
