@@ -25,7 +25,6 @@ import torch
 
 from util.atomic import replaced_file, sync
 from util.run.errors import CheckpointError
-from util.run.files.json_files import read_json
 from util.run.files.record import Checkpoint, CheckpointInfo
 
 TRAINING_STATE = ("optimizer", "scaler", "meter")  # parts of a run's checkpoint, beside its weights
@@ -232,9 +231,15 @@ def read_sidecar(path: Path) -> CheckpointInfo | None:
 
 
 def read_sidecar_file(path: Path) -> dict[str, Any] | None:
-    """Returns the sidecar of the checkpoint at `path` (size, sha256, keep, meta); None if it is missing or damaged."""
-    sidecar = read_json(path.with_suffix(".json"))
-    if {"size", "sha256", "keep", "meta"} <= sidecar.keys():
+    """Returns the sidecar of the checkpoint at `path` (size, sha256, keep, meta); None if it is missing or damaged.
+
+    OSError if the storage fails: an older checkpoint must not take the place of one that may be there.
+    """
+    try:
+        sidecar = json.loads(path.with_suffix(".json").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    if isinstance(sidecar, dict) and {"size", "sha256", "keep", "meta"} <= sidecar.keys():
         return sidecar
     return None
 

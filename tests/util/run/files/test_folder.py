@@ -55,6 +55,16 @@ def test_a_checkpoint_without_its_record_is_not_used_and_stays(tmp_path):
     assert "checkpoint-8.pth" not in names(out)
 
 
+def test_a_record_that_cannot_be_read_now_is_not_missing(tmp_path):
+    """The next start may read it. An older checkpoint would cost the steps since then."""
+    save(tmp_path, 5)
+    record = save(tmp_path, 7).with_suffix(".json")
+    record.unlink()
+    record.mkdir()  # to read it is an error, and not that it is missing
+    with pytest.raises(IsADirectoryError):
+        find_checkpoint(tmp_path, "auto")
+
+
 def test_a_finished_checkpoint_that_is_damaged_never_leads_to_a_start_from_scratch(tmp_path):
     cut_off(save(tmp_path, 3))
     torch.save({}, tmp_path / "checkpoint-6.pth")
