@@ -61,6 +61,8 @@ def show_run(args: argparse.Namespace) -> None:
     lines = []
     for name, errors in errors_by_name.items():
         for kind, error in errors.items():
+            if not math.isfinite(error):
+                raise FloatingPointError(f"the reconstructions of {args.run!r} are not finite")
             line = f"{kind} tokens of {len(measured)} images: {name} {error:.5f}"
             if predicts_pixels(model):
                 line += f", PSNR {-10 * math.log10(error):.2f} dB"
