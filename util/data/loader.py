@@ -19,10 +19,6 @@ PREFETCHED_BYTES = 2**32  # in batches that wait for one process
 MAX_AHEAD = 4  # batches per worker
 
 
-class LoaderError(OSError):
-    """The storage or a worker of this process has failed, while all images may be good."""
-
-
 class Loader:
     """Iterator over batches that workers make ahead. Workers start with the first batch; `close` ends them.
 
@@ -66,7 +62,7 @@ class Loader:
         return self
 
     def __next__(self) -> Any:
-        """Returns the next batch. LoaderError if the storage or a worker fails."""
+        """Returns the next batch. OSError if the storage or a worker fails."""
         if self.stream is None:
             self.stream = self._start()
         try:
@@ -77,14 +73,14 @@ class Loader:
             reason = self._find_reason(error)
             if reason is None:
                 raise
-            raise LoaderError(reason) from error
+            raise OSError(reason) from error
 
     def close(self) -> None:
         """Ends the workers. It is not to be iterated any more."""
         self.stream = iter(())  # torch's iterator ends its workers when it is freed
 
     def _start(self) -> Iterator[Any]:
-        """Starts the workers. They are killed at exit, if they still live then. LoaderError if one cannot start."""
+        """Starts the workers. They are killed at exit, if they still live then. OSError if one cannot start."""
         if self.num_workers == 0:
             return iter(self.source)
         others = set(multiprocessing.active_children())
@@ -93,7 +89,7 @@ class Loader:
         try:
             stream = iter(self.source)
         except (OSError, RuntimeError) as error:
-            raise LoaderError(
+            raise OSError(
                 f"a DataLoader worker cannot start ({error}): it needs a process, open files and semaphores in "
                 "/dev/shm; give fewer --num_workers, or free these"
             ) from error

@@ -13,7 +13,7 @@ import torch
 from prmim import MaskCollator, TokenCounts, TokenOrderSampler
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import FolderImages
-from util.data.loader import Loader, LoaderError, batches_ahead
+from util.data.loader import Loader, batches_ahead
 from util.data.transforms import RandomResizedCropFlip
 from util.data.workers import NICENESS
 
@@ -86,8 +86,8 @@ def nest(samples):
 @pytest.mark.parametrize(
     ("failure", "raised", "message"),
     [
-        ({"number": signal.SIGKILL}, LoaderError, "--num_workers"),
-        ({"error": OSError(116, "Stale file handle")}, LoaderError, "Stale file handle"),
+        ({"number": signal.SIGKILL}, OSError, "--num_workers"),
+        ({"error": OSError(116, "Stale file handle")}, OSError, "Stale file handle"),
         ({"error": PermissionError(13, "Permission denied")}, PermissionError, "Permission denied"),
         ({"error": RuntimeError("a bug")}, RuntimeError, "a bug"),
     ],
@@ -174,13 +174,13 @@ def stop():
 
 limit = len(os.listdir("/proc/self/fd")) + 20
 batches = Loader(Blank(), stop(), stack, num_workers=12, for_gpu=False)
-if sys.argv[1] == "LoaderError":
+if sys.argv[1] == "OSError":
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 next(batches)
 """
 
 
-@pytest.mark.parametrize("error", ["LoaderError", "Stopped"])
+@pytest.mark.parametrize("error", ["OSError", "Stopped"])
 def test_a_loader_whose_workers_cannot_all_start_ends(error):
     """Or whose start is interrupted. The workers that have started ignore TERM, with which torch would end them."""
     child = subprocess.run([sys.executable, "-c", STARTING, error], capture_output=True, text=True, timeout=240)
