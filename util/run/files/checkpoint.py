@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -32,14 +32,14 @@ TRAINING_STATE = ("optimizer", "scaler", "meter")  # parts of a run's checkpoint
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
-def file_name(step: int | Literal["best"]) -> str:
+def file_name(step: int | str) -> str:
     """Returns the name of a checkpoint in the folder of its run."""
     return f"checkpoint-{step}.pth"
 
 
 def save_checkpoint(
     output_dir: str | Path,
-    step: int | Literal["best"],
+    step: int | str,
     state: Mapping[str, Any],
     meta: Mapping[str, Any],
     keep: bool = False,
@@ -47,7 +47,7 @@ def save_checkpoint(
     """Writes the checkpoint of `step` and its sidecar, and returns the checkpoint's path.
 
     state: tensors and plain values. meta: `CheckpointInfo.to_json()`. keep: mark the checkpoint in its sidecar, so that
-    it is never pruned. A `step` "best" is a name of its own, which is never counted as a step.
+    it is never pruned. step: or a name, which no run resumes from.
 
     Raises OSError, which names the file, if a write fails, for example on a full disk. Then no partial file is left and
     older checkpoints are unchanged.
