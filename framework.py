@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -115,19 +115,12 @@ class Framework(nn.Module):
             settings[flag.name] = value
         return settings
 
-    def frozen_parts(self) -> list[nn.Module]:
-        """Returns the modules that a step runs although they are no submodules, such as a teacher."""
-        return []
-
     def named_files(self) -> dict[str, Any]:
-        """Returns the objects that were loaded from files, such as a teacher, by the names of their flags."""
-        return {flag.name: getattr(self, flag.name) for flag in self.flags if flag.names_file}
+        """Returns the frozen modules that were loaded from files, such as a teacher, by the names of their flags.
 
-    def use_statistics(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        """Tells the model by which mean and deviation its images are normalised. A teacher must know; others need not.
-
-        Without a call they are ImageNet's.
+        A step runs them although they are no submodules. See `Flag.names_file` for what they have.
         """
+        return {flag.name: getattr(self, flag.name) for flag in self.flags if flag.names_file}
 
     def sampler(self, sampling: str) -> TokenOrderSampler:
         """Returns the sampler of the token orders that this model takes. sampling: see `collator`."""

@@ -340,8 +340,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
             model_settings = {**vars(args), **first.settings, **parser.flags_chosen()}
             model = build_model(model_settings)
             model = model.to(run.process.device)
-            model.use_statistics(*statistics)
-            for file in model.named_files().values():
+            for file in model.named_files().values():  # such as a teacher
+                file.use_statistics(*statistics)
                 run.note(file.origin)
             run.load_encoder(first.weights, partial(load_blocks, model, rgb_bands=first.rgb_bands))
             if args.trainable_blocks is not None:

@@ -173,13 +173,6 @@ class TECViT(Framework, ViTEncoder):
             )
         return teacher
 
-    def frozen_parts(self) -> list[nn.Module]:
-        return [self.teacher]
-
-    def use_statistics(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        if self.teacher.statistics != (tuple(mean), tuple(std)):
-            self.teacher.renormalize(mean, std)
-
     def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
         """Returns the scalar losses {"feature", "attention"}."""
         order = TokenOrder(ids_shuffle, self.counts)

@@ -152,7 +152,7 @@ def load_run(path: str | Path, moved: Mapping[str, str] | None = None) -> tuple[
     for flag, file in model.named_files().items():
         if run.files.get(flag, file.fingerprint) != file.fingerprint:
             raise ValueError(f"the {flag} {settings[flag]!r} is not that of the run at {str(weights.path)!r}")
+        if settings.get("mean"):
+            file.use_statistics(settings["mean"], settings["std"])
     load_all(model, weights)
-    if settings.get("mean"):
-        model.use_statistics(settings["mean"], settings["std"])
     return model.eval(), settings

@@ -23,7 +23,7 @@ class Teacher(ViTEncoder):
 
     sizes: arguments of `ViTEncoder`. weights: those of its file; None if it is untrained. source: path of the file, or
     the name of a timm model. fingerprint: identifies the weights. statistics: mean and deviation by which its images
-    must be normalised; None if they are not known. Images of RGB are normalised with ImageNet's until `renormalize`
+    must be normalised; None if they are not known. Images of RGB are normalised with ImageNet's until `use_statistics`
     says otherwise.
 
     Attributes: `origin`: a sentence for the log about the weights. `statistics`: those of the images it now takes.
@@ -51,7 +51,7 @@ class Teacher(ViTEncoder):
             report = load_encoder(self, weights)
             self.origin = f"teacher {weights.label}, width {self.embed_dim}, {len(self.blocks)} blocks: {report}"
             if self.in_chans == 3:
-                self.renormalize(IMAGENET_MEAN, IMAGENET_STD)
+                self.use_statistics(IMAGENET_MEAN, IMAGENET_STD)
 
     @torch.no_grad()
     def forward(
@@ -88,8 +88,10 @@ class Teacher(ViTEncoder):
         return features, logits, queries
 
     @torch.no_grad()
-    def renormalize(self, mean: Sequence[float], std: Sequence[float]) -> None:
+    def use_statistics(self, mean: Sequence[float], std: Sequence[float]) -> None:
         """Folds a change of the pixel normalisation, to `mean` and `std`, into the patch embedding."""
+        if self.statistics == (tuple(mean), tuple(std)):
+            return
         if self.statistics is not None:
             kernel = self.patch_embed.proj.weight
             bias = self.patch_embed.proj.bias

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 import main_pretrain
 from frameworks import models_greenmim_pr, registry
-from frameworks.models_tec_pr import TECViT
+from frameworks.teacher import Teacher
 from frameworks.window_groups import WindowGrouper
 from prmim import TokenOrderSampler, addressed_noise
 from tests.runs import assert_same_state, finish, losses, pretrain, reports, reports_without_times, state
@@ -186,10 +186,10 @@ def test_tec_trains_and_resumes_with_its_teacher(photos, tmp_path, capsys, teach
 
 def test_a_teacher_is_told_how_its_images_are_normalised(photos, tmp_path, monkeypatch, teacher):
     told = []
-    monkeypatch.setattr(TECViT, "use_statistics", lambda model, *statistics: told.append(statistics))
+    monkeypatch.setattr(Teacher, "use_statistics", lambda model, *statistics: told.append(statistics))
     flags = ("--model", "tec_vit_micro_patch4", "--teacher", teacher, "--mean", 0.1, 0.2, 0.3, "--max_steps", 1)
     settings = pretrain(photos, tmp_path, *flags)["meta"]["settings"]
-    assert told == [(settings["mean"], settings["std"])]
+    assert told[-1] == (settings["mean"], settings["std"])
 
 
 def test_the_reference_loader_gives_nearly_the_same_run(photos, tmp_path):

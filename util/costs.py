@@ -43,7 +43,7 @@ def forward_gmac(settings: Mapping[str, Any], build_model: Callable[..., nn.Modu
         model(imgs, *inputs)
     flops_by_module = counter.get_flop_counts()
     frozen = 0
-    for part in model.frozen_parts():
+    for part in model.named_files().values():
         frozen += sum(flops_by_module[type(part).__name__].values())
     return (counter.get_total_flops() - frozen) / 2e9, frozen / 2e9
 

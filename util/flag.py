@@ -27,7 +27,8 @@ class Flag:
     use of the flag adds one. required: whether a command must give it.
     at_least, at_most, above, below: bounds of its number, or of each of its numbers.
     names_file: of frameworks, whose runs need the file. Its attribute has `source`, the path or name; `fingerprint`,
-    which checkpoints record, because files may move but must not change; and `origin`, a sentence for the log.
+    which checkpoints record, because files may move but must not change; `origin`, a sentence for the log; and
+    `use_statistics(mean, std)`, which says by what the images are normalised; ImageNet's without a call.
     """
 
     name: str

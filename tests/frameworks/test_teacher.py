@@ -165,7 +165,7 @@ def test_a_teacher_follows_the_normalisation_of_its_student(tmp_path, channels):
     pixels = torch.rand(2, channels, 32, 32)
     expected = features_of(theirs, normalised(pixels, *own))
     for statistics in (first, own, second, second):
-        student.use_statistics(*statistics)
+        student.teacher.use_statistics(*statistics)
         seen = normalised(pixels, *statistics)
         found = student.teacher.features(seen)
         assert_close(found, expected, rtol=1e-3, atol=1e-3)

@@ -111,8 +111,8 @@ def plain_heads(model: nn.Module) -> set[tuple[int, int]]:
 
 def parts_of_step(model: nn.Module) -> list[nn.Module]:
     """Returns what a step runs: the model, and what a framework calls without owning it, such as a teacher."""
-    if hasattr(model, "frozen_parts"):
-        return [model, *model.frozen_parts()]
+    if hasattr(model, "named_files"):
+        return [model, *model.named_files().values()]
     return [model]
 
 
