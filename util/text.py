@@ -1,4 +1,4 @@
-"""Words for messages: counts, short lists of names, durations, owners of files, escapes."""
+"""Words for messages: counts, short lists of names, durations, escapes."""
 
 import difflib
 import re
