@@ -5,7 +5,7 @@ unless --allow_changes is given. If others affect rounding or random draws, a no
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,15 +119,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 
 # ---------------------------------------------------------------------------------------------------------------- rules
-
-
-def refuse_changes(changes: Sequence[str], path: Path) -> None:
-    """ValueError if there are changes, see `find_changes`, of the run of the checkpoint at `path`."""
-    if changes:
-        raise ValueError(
-            f"{str(path)!r} cannot be resumed without changing its results: {'; '.join(changes)}. "
-            "Undo that, choose another --output_dir, or accept it by --allow_changes"
-        )
 
 
 def find_changes(
@@ -257,7 +248,7 @@ def find_first_weights(
     return choose_encoder(resumed, given, flag)
 
 
-def find_encoder(path: str | None, is_resumed: bool, flag: str = "finetune") -> EncoderSource | None:
+def find_encoder(path: str | None, is_resumed: bool, flag: str) -> EncoderSource | None:
     """Returns the checkpoint at the `path` that a flag gives, or None.
 
     A resumed run no longer needs the file: the result is None if it is gone. ValueError if a new run does not find it.

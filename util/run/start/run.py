@@ -36,7 +36,6 @@ from util.run.start.resume import (
     find_first_weights,
     find_notes,
     read_resumed,
-    refuse_changes,
     restore,
 )
 from util.urls import redact
@@ -265,8 +264,11 @@ class Run:
         state: dict[str, Any] = {}
         if self.resumed is not None and self.resume_path is not None:
             changes = find_changes(self.resumed, info, self.parser.changes, self.parser.flags_chosen())
-            if not self.args.allow_changes:
-                refuse_changes(changes, self.resume_path)
+            if changes and not self.args.allow_changes:
+                raise ValueError(
+                    f"{str(self.resume_path)!r} cannot be resumed without changing its results: {'; '.join(changes)}. "
+                    "Undo that, choose another --output_dir, or accept it by --allow_changes"
+                )
             state = restore(self.resume_path, self.process.need_not_verify, model, optimizer)
             if self.resumed.settings["precision"] != self.plan.precision:
                 del state["scaler"]  # another precision has another loss scale
