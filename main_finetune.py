@@ -52,6 +52,7 @@ from util.run.start.flags import (
 )
 from util.run.start.plan import Plan, check_repeats, schedule_by_epochs
 from util.run.start.run import Run
+from util.run.start.statistics import choose_statistics
 from util.run.train.bad_images import BadImages
 from util.run.train.logging import open_log, summary_rows
 from util.run.train.loop import TrainLoop
@@ -356,7 +357,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
             images, val_images = open_data(args)
             classes = images.classes
             run.note(*images.notes, *val_images.notes)
-            statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)
+            statistics = choose_statistics(run, images, first.pixels, first.rgb_bands)
 
             torch.manual_seed(args.seed)  # the same initial weights on every rank
             model = build_classifier({**vars(args), "nb_classes": len(classes), **first.settings})

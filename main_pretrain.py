@@ -42,6 +42,7 @@ from util.run.start.flags import (
 )
 from util.run.start.plan import Plan, check_repeats, schedule_by_epochs
 from util.run.start.run import Run
+from util.run.start.statistics import choose_statistics
 from util.run.train.bad_images import BadImages
 from util.run.train.logging import open_log
 from util.run.train.loop import TrainLoop
@@ -325,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
             first = read_first(run)
             images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
             val_images, notes = monitor.open_queries(args, images)
-            statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)
+            statistics = choose_statistics(run, images, first.pixels, first.rgb_bands)
             run.note(*images.notes, *notes)
 
             torch.backends.cudnn.benchmark = True  # shapes are static

@@ -47,8 +47,8 @@ from util.run.exits import run_program
 from util.run.files.record import without_marks
 from util.run.processes.distributed import PRECISIONS, Process, precision
 from util.run.start.begin import begin
+from util.run.start.first_weights import identify_encoder
 from util.run.start.flags import all_valid_flag
-from util.run.start.resume import identify_encoder
 from util.text import count_of
 
 PROGRAM = "predict.py"

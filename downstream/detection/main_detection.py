@@ -42,6 +42,7 @@ from util.run.processes.distributed import Process
 from util.run.start.begin import begin
 from util.run.start.plan import Plan
 from util.run.start.run import Run
+from util.run.start.statistics import choose_statistics
 from util.run.train.logging import open_log, summary_rows
 from util.run.train.loop import TrainLoop
 from util.run.train.saving import CheckpointSaver
@@ -231,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             if run.resumed is not None:
                 check_categories(run.resumed.settings["categories"], images, f"the run in {str(run.output_dir)!r}")
             run.note(*images.notes, *val_images.notes)
-            statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)
+            statistics = choose_statistics(run, images, first.pixels, first.rgb_bands)
 
             torch.manual_seed(args.seed)  # the same initial weights on every rank
             model = build_detector({**vars(args), **chosen, **first.settings})

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from encoders.load import build, read
 from util.evaluate.features import Tokens, encode_blocks, num_class_tokens
-from util.run.start.resume import identify_encoder
+from util.run.start.first_weights import identify_encoder
 
 HEAD_CHANNELS = 64  # of a head of the attentive probe
 

@@ -50,6 +50,7 @@ from util.run.processes.distributed import Process
 from util.run.start.begin import begin
 from util.run.start.plan import Plan
 from util.run.start.run import Run
+from util.run.start.statistics import choose_statistics
 from util.run.train.bad_images import BadImages
 from util.run.train.logging import open_log, summary_rows
 from util.run.train.loop import TrainLoop
@@ -260,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             val_images = open_split(args, "val")
             check_splits(images, val_images)
             run.note(*images.notes, *val_images.notes)
-            statistics = run.pixel_statistics(images, first.pixels, first.rgb_bands)
+            statistics = choose_statistics(run, images, first.pixels, first.rgb_bands)
 
             torch.backends.cudnn.benchmark = True  # shapes are static
             torch.manual_seed(args.seed)  # the same initial weights on every rank

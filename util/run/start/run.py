@@ -20,8 +20,7 @@ from util.code_version import code_version
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import Images
 from util.data.loader import Loader
-from util.data.pixel_format import RGB8, declares_invalid
-from util.data.statistics import Statistics, find_statistics, keep_colors, statistics_of
+from util.data.statistics import Statistics
 from util.run.cli import Parser
 from util.run.exits import user_errors
 from util.run.files.json_files import record_failure
@@ -29,11 +28,11 @@ from util.run.files.record import CheckpointInfo, DataInfo, EncoderSource, RunIn
 from util.run.processes.distributed import Process
 from util.run.processes.supervise import Watchdog, first_timeout
 from util.run.start.begin import begin, check_space, checkpoint_bytes, refuse_separate_folders, remove_leftovers
+from util.run.start.first_weights import find_first_weights
 from util.run.start.plan import Plan, RunSchedule, make_plan
 from util.run.start.resume import (
     find_changes,
     find_checkpoint,
-    find_first_weights,
     find_notes,
     read_resumed,
     restore,
@@ -150,33 +149,6 @@ class Run:
             self.note(f"encoder from {self.first_weights.path}: {load(weights)}", *self.first_weights.warnings())
         elif note_without:
             self.note(note_without)
-
-    def pixel_statistics(
-        self, images: Images, encoder: Mapping[str, Any], rgb_bands: Sequence[int] | None
-    ) -> Statistics:
-        """Returns the pixel statistics that the run normalises with: see `util.data.statistics`.
-
-        encoder: pixel settings of the first weights. rgb_bands: which bands hold red, green and blue for them, if they
-        are for RGB and the images have other bands.
-        """
-        known: Mapping[str, Any] | None = None
-        if self.resumed is not None:
-            known = self.resumed.pixel_settings
-        elif encoder and not rgb_bands:
-            known = encoder
-        if declares_invalid(encoder):
-            from util.data.invalid_pixels import note_on_encoder
-
-            self.note(*note_on_encoder(encoder, vars(self.args)))
-        given = (self.args.mean, self.args.std)
-        statistics, notes = statistics_of(given, known, images)
-        has_8_bits = images.pixel_format.dtype == "uint8" and encoder.get("pixels") in (None, "uint8")
-        of_rgb = find_statistics(encoder, RGB8)
-        if encoder and rgb_bands and of_rgb and given == (None, None) and has_8_bits:
-            statistics = keep_colors(of_rgb, statistics, rgb_bands)
-        self.note(*notes)
-        self.watchdog.set_up("model")
-        return statistics
 
     def open_loader(
         self,
