@@ -8,6 +8,7 @@ of its own. It prints a line of JSON for each name.
 
 import json
 import sys
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import engine_pretrain
-from downstream.probe.engine_probe import Probes, train_one_epoch
+from downstream.probe.engine_probe import Probes, Probing
 from downstream.probe.models import FrozenEncoder
 from downstream.segmentation import engine_segmentation
 from downstream.segmentation.models import UPerNet
@@ -165,6 +166,16 @@ def training(name):
     return model.parameters(), optimizer, partial(driver.step, iter(batches))
 
 
+class Steps(Probing):
+    """A probing that has batches, and no images."""
+
+    def __init__(self, encoder, context):
+        self.args = Namespace(steps=1000)
+        self.accum_iter = 2
+        self.encoder = encoder
+        self.context = context
+
+
 def probing():
     """The same of the heads of a probe, which are trained in float32."""
     torch.manual_seed(0)
@@ -179,10 +190,7 @@ def probing():
     context = EvalContext(Normalize().to(device), precision("bf16", device).autocast, batch_size=4, num_workers=0)
     batches = iter(list(batches_of("ViT", network, 0, 4)))
 
-    def make_step(step):
-        train_one_epoch(heads, batches, range(step, step + 1), 1000, optimizer, 2, encoder, context, print)
-
-    return heads.parameters(), optimizer, make_step
+    return heads.parameters(), optimizer, partial(Steps(encoder, context).train_step, heads, optimizer, batches)
 
 
 def check(name):

@@ -193,6 +193,9 @@ class ViTDet(nn.Module):
         return {**tensors, "pos_embed": table}
 
     def forward(self, imgs: Tensor) -> Tensor:
+        return self.encode(imgs)
+
+    def encode(self, imgs: Tensor) -> Tensor:
         """Returns the last block's map [B, D, rows, columns] of normalised images [B, C, H, W], without a norm."""
         x = self.patch_embed(patchify(imgs, self.patch_size))
         x = x + self.patch_positions
@@ -208,8 +211,8 @@ class ViTDet(nn.Module):
         return table[:, 1:]
 
     def forward_features(self, imgs: Tensor) -> Tensor:
-        """Returns the tokens of `forward` in raster order, [B, N, D]."""
-        tokens = self(imgs).flatten(2).transpose(1, 2)
+        """Returns the tokens of the map in raster order, [B, N, D], after the norm."""
+        tokens = self.encode(imgs).flatten(2).transpose(1, 2)
         return self.norm(tokens)
 
 

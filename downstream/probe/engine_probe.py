@@ -3,7 +3,7 @@
 import argparse
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -212,16 +212,23 @@ class Probing:
         begin = time.monotonic()
         with closing(self.training_batches()) as batches:
             for step in range(args.steps):
-                for group in optimizer.param_groups:
-                    group["lr"] = group["base_lr"] * rate_at(step, args.steps)
-                for micro in range(self.accum_iter):
-                    loss = self.forward_backward(model, next(batches), is_last=micro == self.accum_iter - 1)
-                optimizer.step()  # none is skipped: a head that diverges does not disturb the others
-                optimizer.zero_grad(set_to_none=True)
+                loss = self.train_step(model, optimizer, batches, step)
                 if (step + 1) % max(1, args.steps // 20) == 0:
                     seconds_per_step = (time.monotonic() - begin) / (step + 1)
                     eta = duration((args.steps - step - 1) * seconds_per_step)
                     print_on_rank0(f"step {step + 1}/{args.steps}: mean loss of all heads {loss.item():.4f}, eta {eta}")
+
+    def train_step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Any], step: int
+    ) -> Tensor:
+        """Makes an optimizer step of all heads. Returns the mean loss of the last micro-batch. model: as below."""
+        for group in optimizer.param_groups:
+            group["lr"] = group["base_lr"] * rate_at(step, self.args.steps)
+        for micro in range(self.accum_iter):
+            loss = self.forward_backward(model, next(batches), is_last=micro == self.accum_iter - 1)
+        optimizer.step()  # none is skipped: a head that diverges does not disturb the others
+        optimizer.zero_grad(set_to_none=True)
+        return loss
 
     def forward_backward(self, model: nn.Module, batch: Sequence[Tensor], is_last: bool) -> Tensor:
         """Adds a micro-batch's share of the gradient of all heads. Returns their mean loss.
