@@ -180,8 +180,14 @@ def unused_flags(args: argparse.Namespace) -> dict[str, str]:
         unused["kernel_size"] = f"--aggregation {args.aggregation} has no window"
     if not issubclass(model, PixelFramework):
         unused["norm_pix_loss"] = f"the targets of {args.model} are no pixels"
+    if args.crop == "padded":
+        unused["crop_scale"] = "--crop padded does not scale"
     if args.lr is not None:
         unused["blr"] = "--lr sets the rate"
+    if args.lr_schedule == "simmim_steps":
+        unused["min_lr"] = "--lr_schedule simmim_steps has no smallest rate"
+    if args.warmup_epochs == 0:
+        unused["warmup_lr"] = "there is no warm-up"
     return unused
 
 

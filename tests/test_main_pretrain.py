@@ -388,7 +388,10 @@ CROSSMAE = "--model crossmae_vit_micro_patch4"
         ("--throw_ratio 0 --sampling random", "sampling"),
         ("--no-progressive --applies_to all", "applies_to"),
         ("--aggregation transformer --kernel_size 5", "kernel_size"),
+        ("--crop_scale .5 1 --crop padded", "crop_scale"),
         ("--lr 1e-3 --blr 1e-3", "blr"),
+        ("--min_lr 0 --recipe simmim_vit_base_800ep", "min_lr"),
+        ("--warmup_epochs 0 --warmup_lr 1e-6", "warmup_lr"),
     ],
 )
 def test_a_flag_that_has_no_effect_is_refused_if_it_is_given(flags, name):
