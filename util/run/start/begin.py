@@ -82,10 +82,11 @@ def take_folder(folder: Path, args: argparse.Namespace, stack: ExitStack) -> Pat
 
 
 def remove_leftovers(output_dir: Path) -> None:
-    """Removes the temporary files of a killed process."""
+    """Removes the temporary files of a killed process, but no folders, such as that of an export that runs now."""
     for pattern in (".*.tmp-*", "attention/.*.tmp-*"):
         for leftover in output_dir.glob(pattern):
-            leftover.unlink()
+            if leftover.is_file():
+                leftover.unlink()
 
 
 def refuse_separate_folders(output_dir: Path) -> None:

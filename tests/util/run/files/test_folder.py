@@ -14,7 +14,7 @@ from util.run.errors import CheckpointError
 from util.run.files import checkpoint, lock
 from util.run.files.checkpoint import prune_checkpoints, read_checkpoint, save_checkpoint
 from util.run.files.lock import is_held, lock_folder
-from util.run.start.begin import refuse_separate_folders
+from util.run.start.begin import refuse_separate_folders, remove_leftovers
 from util.run.start.resume import find_checkpoint
 
 
@@ -137,6 +137,13 @@ def _outcomes_of_failures_on_rank_1(rank):
 
 def test_a_storage_that_fails_on_one_rank_is_no_error_of_the_user_on_another():
     assert run_in_two_processes(_outcomes_of_failures_on_rank_1)[0] == [OSError, ValueError, ValueError]
+
+
+def test_a_killed_export_into_the_folder_of_a_run_does_not_end_its_next_start(tmp_path):
+    (tmp_path / ".checkpoint-7.tmp-1.pth").touch()
+    (tmp_path / ".encoder.tmp-x1").mkdir()
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == [".encoder.tmp-x1"]
 
 
 def _outcomes_of_folders(rank, shared, disks):
