@@ -132,6 +132,8 @@ class TECViT(Framework, ViTEncoder):
         self.num_keys = self.counts.num_kept
         if self.method.progressive:
             self.num_keys = self.num_tokens
+        if att_topk > self.num_keys:
+            raise ValueError(f"att_topk {att_topk} is more than the {self.num_keys} tokens that are reconstructed")
         self.decoder_fea = ProgressiveDecoder(
             self.grid_size,
             embed_dim,

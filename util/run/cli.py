@@ -115,6 +115,8 @@ class Parser(argparse.ArgumentParser):
             if objection is not None:
                 self.error(f"{flag.option} {objection}")
         args = argparse.Namespace(**self.values)
+        if "patch_size" in self.recipe and "patch_size" not in self.given:
+            refuse_other_patch(self, args, self.recipe["patch_size"])
         for name, length_flag in WARMUPS.items():
             if self.values.get(name) is not None:
                 setattr(args, name, fit_warmup(self, name, length_flag))
@@ -191,6 +193,18 @@ def early_values(argv: Sequence[str] | None, *names: str) -> dict[str, str]:
     for name in names:
         early.add_argument(f"--{name}", nargs="?", const="")
     return vars(early.parse_known_args(argv)[0])
+
+
+def refuse_other_patch(parser: Parser, args: argparse.Namespace, patch_size: int) -> None:
+    """Ends the program if `--model` is named for other patches than the recipe's model, and not for `patch_size`.
+
+    patch_size: of the recipe. It wins over the name of the recipe's model, but may not be meant for another one.
+    """
+    named = re.search(r"_patch(\d+)", args.model)
+    expected = re.search(r"_patch(\d+)", parser.values.parents["model"])
+    if named is None or expected is None or named[1] in (expected[1], str(patch_size)):
+        return
+    parser.error(f"recipe {args.recipe!r} sets --patch_size {patch_size}, but --model {args.model}: give --patch_size")
 
 
 def fit_warmup(parser: Parser, flag: str, length_flag: str) -> float:

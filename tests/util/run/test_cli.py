@@ -173,6 +173,27 @@ def test_names_of_models_and_recipes(argv, code, words, capsys):
     assert words in done.out + done.err
 
 
+@pytest.mark.parametrize(
+    ("flags", "refusal"),
+    [
+        ("--model vit_nano_patch4", "sets --patch_size 16, but --model vit_nano_patch4"),
+        ("--model vit_nano_patch4 --patch_size 4", ""),
+        ("--model vit_large_patch16", ""),
+        ("--model vit_giant_patch14", ""),  # as the recipe's own model, whose patches the recipe changes
+        ("--model swin_base", ""),
+        ("", ""),
+    ],
+)
+def test_a_recipe_s_patches_do_not_silently_replace_those_in_a_model_s_name(flags, refusal, capsys):
+    parser = Parser("x.py", "", Flag("recipe"), Flag("model", str, "vit_base_patch16"), Flag("patch_size", int))
+    recipes = {"deep": {"model": "vit_huge_patch14", "patch_size": 16}}
+    try:
+        parser.parse_args(["--recipe", "deep", *flags.split()], recipes=recipes)
+    except SystemExit:
+        assert refusal
+    assert refusal in capsys.readouterr().err
+
+
 def numbers_parser():
     parser = Parser("x.py", "", Flag("steps", int, at_least=1))
     parser.add_flags(

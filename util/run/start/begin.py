@@ -31,7 +31,8 @@ def begin(
     """Joins the processes and locks the output folder, if there is one, until the context ends. Yields both.
 
     All ranks must have the same flags, code and torch. Errors of the user end the program, and so do those in the
-    context; run.json says how it ends. trains: the training itself does so, because it saves first.
+    context; run.json says how it ends. trains: the training itself does so, because it saves first, and `Run.begin`
+    takes its folder.
     """
     try:
         with ExitStack() as stack:
@@ -40,7 +41,8 @@ def begin(
                 refuse_different_starts(parser, args)
                 folder = None
                 if output_dir is not None:
-                    folder = take_folder(Path(output_dir), args, stack)
+                    folder = Path(output_dir)
+                    take_folder(folder, args, stack)
             if not trains:
                 stack.enter_context(user_errors(parser))
                 if process.is_main and folder is not None:
@@ -63,7 +65,7 @@ def refuse_different_starts(parser: Parser, args: argparse.Namespace) -> None:
     collectives.refuse_differences(compared, "flags and code")
 
 
-def take_folder(folder: Path, args: argparse.Namespace, stack: ExitStack) -> Path:
+def take_folder(folder: Path, args: argparse.Namespace, stack: ExitStack) -> None:
     """Creates the folder and locks it until `stack` is closed.
 
     ValueError on all ranks if the folder lies inside the data, is not writable, or is in use by another process.
@@ -78,7 +80,6 @@ def take_folder(folder: Path, args: argparse.Namespace, stack: ExitStack) -> Pat
         collectives.print_on_rank0(*notes)
 
     collectives.run_on_rank0(lock)
-    return folder
 
 
 def remove_leftovers(output_dir: Path) -> None:

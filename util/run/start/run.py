@@ -6,7 +6,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,14 @@ from util.run.files.json_files import record_failure
 from util.run.files.record import CheckpointInfo, DataInfo, EncoderSource, RunInfo, StartInfo
 from util.run.processes.distributed import Process
 from util.run.processes.supervise import Watchdog, first_timeout
-from util.run.start.begin import begin, check_space, checkpoint_bytes, refuse_separate_folders, remove_leftovers
+from util.run.start.begin import (
+    begin,
+    check_space,
+    checkpoint_bytes,
+    refuse_separate_folders,
+    remove_leftovers,
+    take_folder,
+)
 from util.run.start.first_weights import find_first_weights
 from util.run.start.plan import Plan, RunSchedule, make_plan
 from util.run.start.resume import (
@@ -77,44 +84,46 @@ class Run:
         default_batch_size: int = 64,
         fitting_batch: Callable[[int, str], int] | None = None,
     ) -> Iterator["Run"]:
-        """Begins a program that trains, see `begin`: checks its flags and finds out what to resume. The watchdog looks.
+        """Begins a program that trains, see `begin`: checks its flags, takes the folder and finds out what to resume.
 
-        check: refuses the program's own flags. default_batch_size, fitting_batch: see `make_plan`.
+        The watchdog looks. check: refuses the program's own flags before the folder is touched. default_batch_size,
+        fitting_batch: see `make_plan`.
         """
-        with begin(program, parser, args, args.output_dir, trains=True) as (process, output_dir):
-            assert output_dir is not None
+        output_dir = Path(args.output_dir)
+        with begin(program, parser, args, None, trains=True) as (process, _), ExitStack() as stack:
             record = partial(record_failure, output_dir)
             patience = first_timeout(args.dist_timeout, args.compile)
-            with Watchdog(args.dist_timeout, patience, process.rank, record) as watchdog:
-                with user_errors(parser):
-                    watchdog.set_up("output folder")
-                    plan = make_plan(args, process, default_batch_size, fitting_batch)
-                    check(args, plan)
-                    refuse_separate_folders(output_dir)
-                    if not args.check_data:  # which leaves the folder as it is
-                        collectives.run_on_rank0(lambda: remove_leftovers(output_dir))
-                    # Rank 0 chooses, so that all ranks resume from the same file.
-                    resume_path, remarks = collectives.run_on_rank0(lambda: find_checkpoint(output_dir, args.resume))
-                    origin = describe_start(program, argv)
-                    resumed = read_resumed(resume_path, program, plan.total_batch_size)
-                    path = getattr(args, encoder_flag)
-                    first_weights, weights_notes = find_first_weights(path, encoder_flag, resumed)
-                    watchdog.set_up("images")
-                yield cls(
-                    parser=parser,
-                    args=args,
-                    program=program,
-                    process=process,
-                    plan=plan,
-                    output_dir=output_dir,
-                    resume_path=resume_path,
-                    origin=origin,
-                    watchdog=watchdog,
-                    resumed=resumed,
-                    encoder_flag=encoder_flag,
-                    first_weights=first_weights,
-                    notes=[*remarks, *weights_notes],
-                )
+            watchdog = stack.enter_context(Watchdog(args.dist_timeout, patience, process.rank, record))
+            with user_errors(parser):
+                watchdog.set_up("output folder")
+                plan = make_plan(args, process, default_batch_size, fitting_batch)
+                check(args, plan)
+                take_folder(output_dir, args, stack)
+                refuse_separate_folders(output_dir)
+                if not args.check_data:  # which leaves the folder as it is
+                    collectives.run_on_rank0(lambda: remove_leftovers(output_dir))
+                # Rank 0 chooses, so that all ranks resume from the same file.
+                resume_path, remarks = collectives.run_on_rank0(lambda: find_checkpoint(output_dir, args.resume))
+                origin = describe_start(program, argv)
+                resumed = read_resumed(resume_path, program, plan.total_batch_size)
+                path = getattr(args, encoder_flag)
+                first_weights, weights_notes = find_first_weights(path, encoder_flag, resumed)
+                watchdog.set_up("images")
+            yield cls(
+                parser=parser,
+                args=args,
+                program=program,
+                process=process,
+                plan=plan,
+                output_dir=output_dir,
+                resume_path=resume_path,
+                origin=origin,
+                watchdog=watchdog,
+                resumed=resumed,
+                encoder_flag=encoder_flag,
+                first_weights=first_weights,
+                notes=[*remarks, *weights_notes],
+            )
 
     @property
     def began_elsewhere(self) -> bool:
