@@ -368,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
                 first_release_merging=args.first_release_merging,
                 rgb_bands=first.rgb_bands,
             )
-            run.load_encoder(first.weights, load_weights, note_without="no --finetune: training from scratch")
+            run.load_first_weights(first.weights, load_weights, note_without="no --finetune: training from scratch")
             match_run(run, model, classes)
             model = model.to(run.process.device)
             optimizer = make_optimizer(model, args, run.plan.lr)

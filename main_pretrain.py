@@ -344,7 +344,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
             for file in model.named_files().values():  # such as a teacher
                 file.use_statistics(*statistics)
                 run.note(file.origin)
-            run.load_encoder(first.weights, partial(load_blocks, model, rgb_bands=first.rgb_bands))
+            run.load_first_weights(first.weights, partial(load_blocks, model, rgb_bands=first.rgb_bands))
             if args.trainable_blocks is not None:
                 freeze_blocks(model, args, has_new_bands=first.rgb_bands is not None)
             optimizer = make_optimizer(model, args, run.plan.lr)

@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             torch.manual_seed(args.seed)  # the same initial weights on every rank
             model = build_detector({**vars(args), **chosen, **first.settings})
             load_weights = partial(load_encoder, model.backbone, rgb_bands=first.rgb_bands)
-            run.load_encoder(first.weights, load_weights, note_without="no --finetune: training from scratch")
+            run.load_first_weights(first.weights, load_weights, note_without="no --finetune: training from scratch")
             model = model.to(run.process.device)
             groups = model.param_groups(args.weight_decay, args.layer_decay)
             optimizer = torch.optim.AdamW(groups, lr=run.plan.lr, betas=(0.9, 0.999), fused=True)

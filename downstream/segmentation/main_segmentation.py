@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             torch.manual_seed(args.seed)  # the same initial weights on every rank
             model = build_segmenter({**vars(args), **first.settings})
             load_weights = partial(load_encoder, model.backbone, rgb_bands=first.rgb_bands)
-            run.load_encoder(first.weights, load_weights, note_without="no --finetune: training from scratch")
+            run.load_first_weights(first.weights, load_weights, note_without="no --finetune: training from scratch")
             if run.process.device.type == "cuda" and run.process.world_size > 1:
                 model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # the same statistics, in fused kernels
             model = model.to(run.process.device)

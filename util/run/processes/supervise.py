@@ -186,17 +186,17 @@ def first_timeout(dist_timeout: float, compiles: bool) -> float:
 class Watchdog(threading.Thread):
     """Context manager: ends this process if it takes longer than agreed from one `heartbeat` to the next.
 
-    timeout: seconds, unless a heartbeat asks for more. first: seconds of the first steps, see `first_timeout`. record:
-    called with the reason.
+    timeout: seconds, unless a heartbeat asks for more. first_timeout: seconds of the first steps, see the function.
+    record: called with the reason.
     """
 
     def __init__(
-        self, timeout: float, first: float, rank: int = 0, record: Callable[[str], object] | None = None
+        self, timeout: float, first_timeout: float, rank: int = 0, record: Callable[[str], object] | None = None
     ) -> None:
         super().__init__(daemon=True)
         self.timeout = timeout
-        self.first = first
-        self.limit = first
+        self.first_timeout = first_timeout
+        self.limit = first_timeout
         self.rank = rank
         self.record = record
         self.phase = ""

@@ -146,7 +146,7 @@ class Run:
         """Keeps notes until the log opens."""
         self.notes += notes
 
-    def load_encoder(self, weights: Any, load: Callable[[Any], object], note_without: str = "") -> None:
+    def load_first_weights(self, weights: Any, load: Callable[[Any], object], note_without: str = "") -> None:
         """Loads the first weights into the model of a new run, by `load(weights)`, which returns a report.
 
         note_without: for the log, if the run begins with random weights.

@@ -114,7 +114,7 @@ class TrainLoop:
         Tensors go to the device. Numbers that only the host needs, such as sizes, are not tensors and stay.
         """
         is_first = self.step < self.first_step + 3  # after the third one all processes have made a step
-        self.watchdog.heartbeat(f"step {self.step + 1}", self.watchdog.first if is_first else 0.0)
+        self.watchdog.heartbeat(f"step {self.step + 1}", self.watchdog.first_timeout if is_first else 0.0)
         before = time.perf_counter()
         batch = next(batches)
         self.clock.data_seconds += time.perf_counter() - before
@@ -200,7 +200,7 @@ class TrainLoop:
         """
         ahead = BatchesAhead(batches, self.stop)
         for _ in range(2 * self.accum_iter):
-            self.watchdog.heartbeat(f"step {self.step + 1}", self.watchdog.first)
+            self.watchdog.heartbeat(f"step {self.step + 1}", self.watchdog.first_timeout)
             ahead.load()
         self.has_stopped = any(gather_objects(self.stop.is_asked))
         return ahead

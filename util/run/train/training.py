@@ -100,7 +100,7 @@ def train(
     args = run.args
     with closing(Batches(loop, open_loader)) as batches:
         record_state(loop, "running", model=args.model)
-        run.watchdog.heartbeat("beginning to train", run.watchdog.first)
+        run.watchdog.heartbeat("beginning to train", run.watchdog.first_timeout)
         gc.freeze()  # garbage collection skips what exists now: of many ranks, some rank would always be in it
         try:
             with loop.stop, saver:

@@ -211,14 +211,14 @@ def test_the_watchdog_waits_for_heartbeats_and_for_what_may_compile(codes, monke
     monkeypatch.replace_in(supervise, "time.monotonic", look)
     with Watchdog(timeout=1, first=3600) as watchdog:
         if has_begun:
-            watchdog.heartbeat("step 1", watchdog.first)
+            watchdog.heartbeat("step 1", watchdog.first_timeout)
         wait_until(lambda: len(looks) > 20)
     assert not codes
 
 
 def test_the_first_steps_and_saves_have_more_time():
     watchdog = Watchdog(timeout=600, first=supervise.first_timeout(600, compiles=True))
-    assert watchdog.limit == watchdog.first == 3600
+    assert watchdog.limit == watchdog.first_timeout == 3600
     watchdog.heartbeat("waiting for a checkpoint to be written", supervise.SETUP_TIMEOUT)
     assert watchdog.limit == 1800
     watchdog.heartbeat("step 4")
