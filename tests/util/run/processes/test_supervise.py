@@ -181,7 +181,7 @@ def codes(monkeypatch):
 
 def test_the_watchdog_ends_a_process_without_progress(codes, capfd):
     reasons = []
-    with Watchdog(timeout=0.1, first=0.2, record=reasons.append) as watchdog:
+    with Watchdog(timeout=0.1, first_timeout=0.2, record=reasons.append) as watchdog:
         watchdog.heartbeat("step 3", 0.2)
         wait_until(lambda: codes)
     assert set(codes) == {75}
@@ -194,7 +194,7 @@ def test_the_watchdog_ends_a_process_without_progress(codes, capfd):
 def test_a_disk_that_hangs_does_not_keep_the_watchdog_from_ending_the_process(codes, monkeypatch):
     let_go = threading.Event()
     monkeypatch.setattr(supervise, "WRITE_SECONDS", 0.1)
-    with Watchdog(timeout=0.1, first=0.2, record=lambda reason: let_go.wait()) as watchdog:
+    with Watchdog(timeout=0.1, first_timeout=0.2, record=lambda reason: let_go.wait()) as watchdog:
         watchdog.heartbeat("step 3", 0.2)
         wait_until(lambda: codes)
     let_go.set()
@@ -209,7 +209,7 @@ def test_the_watchdog_waits_for_heartbeats_and_for_what_may_compile(codes, monke
         return looks[-1]
 
     monkeypatch.replace_in(supervise, "time.monotonic", look)
-    with Watchdog(timeout=1, first=3600) as watchdog:
+    with Watchdog(timeout=1, first_timeout=3600) as watchdog:
         if has_begun:
             watchdog.heartbeat("step 1", watchdog.first_timeout)
         wait_until(lambda: len(looks) > 20)
@@ -217,7 +217,7 @@ def test_the_watchdog_waits_for_heartbeats_and_for_what_may_compile(codes, monke
 
 
 def test_the_first_steps_and_saves_have_more_time():
-    watchdog = Watchdog(timeout=600, first=supervise.first_timeout(600, compiles=True))
+    watchdog = Watchdog(timeout=600, first_timeout=supervise.first_timeout(600, compiles=True))
     assert watchdog.limit == watchdog.first_timeout == 3600
     watchdog.heartbeat("waiting for a checkpoint to be written", supervise.SETUP_TIMEOUT)
     assert watchdog.limit == 1800
@@ -227,7 +227,7 @@ def test_the_first_steps_and_saves_have_more_time():
 
 
 def test_the_set_up_of_several_processes_has_half_an_hour_for_each_phase(monkeypatch):
-    watchdog = Watchdog(timeout=600, first=3600)
+    watchdog = Watchdog(timeout=600, first_timeout=3600)
     watchdog.set_up("images")
     assert watchdog.since is None  # a single process is not watched
     monkeypatch.setattr(supervise, "dist", SimpleNamespace(is_initialized=lambda: True))
