@@ -225,6 +225,7 @@ def test_three_writes_in_a_row_that_fail_end_the_run(tmp_path, monkeypatch):
         assert not saver.is_time()
     saver.loop.step = 5
     saver.save()  # a good one
+    saver.finish()
     for step in (6, 7):
         fail_to_save(saver, monkeypatch, step)
         assert not saver.is_time()
