@@ -383,9 +383,8 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
                 run.process.rank,
                 run.process.world_size,
                 args.seed,
-                repeats=args.repeat_aug,
-                epochs=range(args.epochs),
             )
+            sampler = sampler.with_repeats(args.repeat_aug, range(args.epochs))
             open_loader = partial(run.open_loader, dataset, sampler, stack, model.img_size)
 
             schedule = schedule_by_epochs(args, run.plan, sampler.steps_per_epoch)

@@ -358,9 +358,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
                 run.process.rank,
                 run.process.world_size,
                 args.seed,
-                repeats=args.repeat_aug,
-                epochs=range(args.epochs),
             )
+            sampler = sampler.with_repeats(args.repeat_aug, range(args.epochs))
             collator = model.collator(args.sampling, args.seed)
             open_loader = partial(run.open_loader, dataset, sampler, collator, model.img_size)
             schedule = schedule_by_epochs(args, run.plan, sampler.steps_per_epoch)

@@ -186,9 +186,8 @@ def seconds_from(data_path: str, repeats: int, recipe: str, step: Step, args: ar
     _, flags = main_pretrain.parse_args([*words, "--data_path", data_path, "--repeat_aug", str(repeats)])
     dataset = AddressedDataset(open_everywhere(flags, "train"), make_augmentation(flags, step.model.img_size))
     plan = make_plan(flags, step.process)
-    sampler = StepBatchSampler(
-        len(dataset), plan.batch_size, 1, 0, 1, flags.seed, repeats=repeats, epochs=range(flags.epochs)
-    )
+    sampler = StepBatchSampler(len(dataset), plan.batch_size, 1, 0, 1, flags.seed)
+    sampler = sampler.with_repeats(repeats, range(flags.epochs))
     first_steps = args.data_steps // 8  # in which the workers start
     loader = Loader(
         dataset,

@@ -99,7 +99,7 @@ def test_mixup_never_mixes_crops_of_one_image(mode, labelled, tmp_path, capsys):
     """Each image has a label of its own here, so a mixed target has two."""
     mixup = timm.data.Mixup(mixup_alpha=0.8, mode=mode, label_smoothing=0, num_classes=24)
     np.random.seed(0)  # whence timm draws
-    sampler = StepBatchSampler(24, 8, 1, 0, 1, 0, repeats=4, epochs=range(7))
+    sampler = StepBatchSampler(24, 8, 1, 0, 1, 0).with_repeats(4, range(7))
     for batch in sampler.batches(range(21)):
         _, targets = mixup(torch.zeros(8, 3, 4, 4), torch.tensor([index for _, index in batch]))
         assert targets.count_nonzero(dim=1).tolist() == [2] * 8

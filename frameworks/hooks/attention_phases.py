@@ -240,7 +240,7 @@ class Phases:
         self.open_until = (last_epoch + 1) * loop.steps_per_epoch
         first_epoch = 0 if refresh is None else refresh + 1
         # Groups of --repeat_aug end with the phase: all crops of an image are drawn with the same maps.
-        sampler = self.sampler.with_epochs(range(first_epoch, last_epoch + 1))
+        sampler = self.sampler.with_repeats(args.repeat_aug, range(first_epoch, last_epoch + 1))
 
         drawn = "at random"
         if maps is not None:

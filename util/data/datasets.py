@@ -1,9 +1,8 @@
 """The data set `dataset[(epoch, index)]`, and the sampler of its addresses."""
 
-import copy
-import math
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -88,6 +87,7 @@ class AddressedDataset(torch.utils.data.Dataset):
         raise find_storage_error(self.images) or errors[0]
 
 
+@dataclass
 class StepBatchSampler:
     """The addresses of this process's micro-batches, from one optimizer step to another, across epochs.
 
@@ -95,73 +95,46 @@ class StepBatchSampler:
     steps; the remaining images are left out of that epoch. Within a step, micro-batch a of process r takes the next
     `batch_size` samples, so that any split of the same total over processes and accumulation sees the same samples in
     the same step.
-
-    repeats: R, crops of an image that lie beside each other in a micro-batch, which R divides. R epochs make a group,
-    see `epoch_groups`: they share the permutation of the first one, and a step has `total_batch / R` images, each at
-    its addresses in all of these epochs. So the steps of a group have the samples that its epochs have without repeats
-    (if `total_batch` divides `num_samples`; else as many), in another order. epochs: those that groups are made of; by
-    default as many as there are.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        batch_size: int,
-        accum_iter: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-        repeats: int = 1,
-        epochs: range = range(0),
-    ) -> None:
-        self.total_batch = batch_size * accum_iter * world_size
-        self.steps_per_epoch = steps_per_epoch(num_samples, self.total_batch)
-        self.num_samples = num_samples
-        self.batch_size = batch_size
-        self.accum_iter = accum_iter
-        self.rank = rank
-        self.world_size = world_size
-        self.seed = seed
-        self.repeats = repeats
-        self.epochs = epochs
+    num_samples: int
+    batch_size: int
+    accum_iter: int
+    rank: int
+    world_size: int
+    seed: int
 
-    def with_epochs(self, epochs: range) -> "StepBatchSampler":
-        """Returns the sampler whose groups are made of these epochs."""
-        sampler = copy.copy(self)
-        sampler.epochs = epochs
-        return sampler
+    def __post_init__(self) -> None:
+        self.total_batch = self.batch_size * self.accum_iter * self.world_size
+        self.steps_per_epoch = steps_per_epoch(self.num_samples, self.total_batch)
 
     def batches(self, steps: range) -> Iterator[list[Address]]:
         """Yields the addresses of each micro-batch of these steps. To resume, they start later."""
-        epochs = self.epochs or range(math.ceil(steps.stop / self.steps_per_epoch))
-        for group in epoch_groups(epochs, self.repeats):
-            first_step = group.start * self.steps_per_epoch
-            steps_of_group = range(max(first_step, steps.start), min(group.stop * self.steps_per_epoch, steps.stop))
-            if not steps_of_group:
-                continue
-            order = permutation(self.seed, group.start, self.num_samples)
-            for step in steps_of_group:
-                for micro in range(self.accum_iter):
-                    place_in_step = (micro * self.world_size + self.rank) * self.batch_size
-                    first = ((step - first_step) * self.total_batch + place_in_step) // len(group)
-                    indices = order[first : first + self.batch_size // len(group)].tolist()
-                    yield [(member, index) for index in indices for member in group]
+        for step in steps:
+            epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+            if step == steps.start or step_in_epoch == 0:
+                order = permutation(self.seed, epoch, self.num_samples)
+            for micro in range(self.accum_iter):
+                place_in_step = (micro * self.world_size + self.rank) * self.batch_size
+                first = step_in_epoch * self.total_batch + place_in_step
+                yield [(epoch, index) for index in order[first : first + self.batch_size].tolist()]
 
+    def with_repeats(self, repeats: int, epochs: range) -> "StepBatchSampler":
+        """Returns the sampler of --repeat_aug, which puts these epochs into groups."""
+        if repeats == 1:
+            return self
+        from util.data.repeats import RepeatedStepSampler
 
-def epoch_groups(epochs: range, repeats: int) -> list[range]:
-    """Returns the groups of `repeats` epochs that share their images.
-
-    The rest of `epochs` makes smaller groups, the largest first, whose sizes divide `repeats`: 7 epochs with 4 repeats
-    are 4 + 2 + 1.
-    """
-    groups = []
-    start = epochs.start
-    while start < epochs.stop:
-        fitting = range(1, min(epochs.stop - start, repeats) + 1)
-        size = max(size for size in fitting if repeats % size == 0)
-        groups.append(range(start, start + size))
-        start += size
-    return groups
+        return RepeatedStepSampler(
+            self.num_samples,
+            self.batch_size,
+            self.accum_iter,
+            self.rank,
+            self.world_size,
+            self.seed,
+            repeats,
+            epochs,
+        )
 
 
 def permutation(seed: int, epoch: int, length: int) -> np.ndarray:

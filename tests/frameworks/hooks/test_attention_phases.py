@@ -22,8 +22,9 @@ from tests.test_models_mae_pr import perturbed
 from tests.two_processes import run_in_two_processes
 from tests.warm import run_by_torchrun
 from util.data.attention_maps import AttentionMaps, Squash, crop_box, maps_path
-from util.data.datasets import AddressedDataset, StepBatchSampler, permutation
+from util.data.datasets import AddressedDataset, permutation
 from util.data.images import FolderImages
+from util.data.repeats import RepeatedStepSampler
 from util.data.transforms import Normalize, RandomResizedCropFlip
 from util.run.files.checkpoint import list_checkpoints
 from util.run.train.loop import TrainLoop
@@ -261,13 +262,13 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(photos, tmp_path, flag
 def test_all_crops_of_an_image_are_drawn_with_the_same_maps(photos, tmp_path, monkeypatch):
     epochs = []
 
-    class Recorded(StepBatchSampler):
+    class Recorded(RepeatedStepSampler):
         def batches(self, steps):
             for batch in super().batches(steps):
                 epochs.append({epoch for epoch, _ in batch})
                 yield batch
 
-    monkeypatch.setattr("main_pretrain.StepBatchSampler", Recorded)
+    monkeypatch.setattr("util.data.repeats.RepeatedStepSampler", Recorded)
     pretrain(photos, tmp_path / "out", *REPEATED, "--attention_every", 2)
     assert epochs == [{0}] * 3 + [{1, 2}] * 6 + [{3}] * 3
 

@@ -12,15 +12,11 @@ from tests.conftest import write_photo
 from util.data import datasets, published
 from util.data import images as module
 from util.data.attention_maps import BoxedDataset
-from util.data.datasets import (
-    AddressedDataset,
-    StepBatchSampler,
-    epoch_groups,
-    steps_per_epoch,
-)
+from util.data.datasets import AddressedDataset, StepBatchSampler, steps_per_epoch
 from util.data.images import FolderImages
 from util.data.open import open_images
 from util.data.published import CifarImages
+from util.data.repeats import epoch_groups
 from util.data.transforms import RandomResizedCropFlip
 
 
@@ -86,8 +82,8 @@ def test_cifar_that_cannot_be_had_says_where_it_should_be(tmp_path, monkeypatch)
 
 def steps(batch_size=4, accum_iter=1, rank=0, world_size=1, seed=0, start=0, end=50, repeats=1, epochs=range(0)):
     """The micro-batches of a process, for 100 images: lists of (epoch, index)."""
-    sampler = StepBatchSampler(100, batch_size, accum_iter, rank, world_size, seed, repeats, epochs)
-    return list(sampler.batches(range(start, end)))
+    sampler = StepBatchSampler(100, batch_size, accum_iter, rank, world_size, seed)
+    return list(sampler.with_repeats(repeats, epochs).batches(range(start, end)))
 
 
 def joined(batches):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from util.data.datasets import epoch_groups, steps_per_epoch
+from util.data.datasets import steps_per_epoch
 from util.flag import Change
 from util.run.errors import CheckpointError
 from util.run.files import checkpoint
@@ -167,6 +167,8 @@ def begin_alike(before: CheckpointInfo, now: CheckpointInfo) -> bool:
         for lr_scale in (0.0, 1.0):  # rates are linear in it
             if old_rate(step, lr_scale) != new_rate(step, lr_scale):
                 return False
+    from util.data.repeats import epoch_groups
+
     begun = math.ceil(num_steps / steps)
     old_groups = epoch_groups(range(old["epochs"]), old["repeat_aug"])
     new_groups = epoch_groups(range(new["epochs"]), new["repeat_aug"])
