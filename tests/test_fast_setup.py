@@ -19,18 +19,22 @@ class Built(Exception):
 
 @pytest.mark.parametrize(("accum_iter", "is_static"), [(1, True), (2, False)])
 def test_ddp_knows_the_graph_unless_passes_go_unreduced(photos, tmp_path, monkeypatch, accum_iter, is_static):
-    def build(model, **options):
-        raise Built(options)
+    class Joined:
+        def __init__(self, model, **options):
+            self.options = options
+
+        def register_comm_hook(self, *_):
+            raise Built(self)
 
     process = Process(torch.device("cpu"), world_size=2, local_world_size=2)
     monkeypatch.setattr(begin, "init_process", lambda *args, **options: process)
-    monkeypatch.setattr(wrap, "DistributedDataParallel", build)
+    monkeypatch.setattr(wrap, "DistributedDataParallel", Joined)
     with pytest.raises(Built) as built:
         main_pretrain.main(pretrain.command(photos, tmp_path / "out", "--accum_iter", accum_iter, "--batch_size", 4))
-    (options,) = built.value.args
-    assert options["static_graph"] is is_static
-    assert options["gradient_as_bucket_view"]
-    assert not options["broadcast_buffers"]
+    (ddp,) = built.value.args
+    assert ddp.options["static_graph"] is is_static
+    assert ddp.options["gradient_as_bucket_view"]
+    assert not ddp.broadcast_buffers
 
 
 def reads_found_inf(optimizer):
