@@ -46,12 +46,19 @@ class Framework(nn.Module):
     compiled_methods: ClassVar[tuple[str, ...]] = ()  # names of those that --compile compiles, beside all blocks
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """ValueError if a flag has the name of a method or attribute of the class: the flag's value would hide it."""
+        """ValueError if a flag has the name of a method or attribute of the class: the flag's value would hide it.
+
+        Or if it has a default, which would take the place of a factory's argument.
+        """
         super().__init_subclass__(**options)
         taken = set(dir(cls))
         for base in cls.mro():
             taken.update(inspect.get_annotations(base))  # attributes that the constructor sets
         for flag in cls.flags:
+            if flag.default is not None:
+                raise ValueError(
+                    f"--{flag.name} has the default of the constructor of {cls.__name__}: leave out its own"
+                )
             if flag.name in taken:
                 raise ValueError(
                     f"the flag --{flag.name} of {cls.__name__} has the name of a method or attribute of the class: "

@@ -722,6 +722,11 @@ def test_a_flag_must_not_hide_a_method_or_attribute(taken):
         type("Mine", (PixelFramework,), {"flags": (Flag(taken),)})
 
 
+def test_a_flag_has_no_default_beside_that_of_the_constructor():
+    with pytest.raises(ValueError, match="--loss_beta"):
+        type("Mine", (PixelFramework,), {"flags": (Flag("loss_beta", float, 1.0),)})
+
+
 def test_a_flag_must_not_have_the_name_of_another_flag(monkeypatch):
     mine = type("Mine", (PixelFramework,), {"flags": (Flag("betas"),)})
     monkeypatch.setitem(registry.MODELS, "mine_vit_micro_patch4", partial(mine))
