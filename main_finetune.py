@@ -384,7 +384,10 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
                 run.process.world_size,
                 args.seed,
             )
-            sampler = sampler.with_repeats(args.repeat_aug, range(args.epochs))
+            if args.repeat_aug > 1:
+                from util.data.repeats import with_repeats
+
+                sampler = with_repeats(sampler, args.repeat_aug, range(args.epochs))
             open_loader = partial(run.open_loader, dataset, sampler, stack, model.img_size)
 
             schedule = schedule_by_epochs(args, run.plan, sampler.steps_per_epoch)

@@ -46,6 +46,7 @@ from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.loader import Loader
 from util.data.open import open_everywhere
 from util.data.pretrain_augment import make_augmentation
+from util.data.repeats import with_repeats
 from util.data.transforms import Normalize
 from util.flag import Flag
 from util.run.cli import Parser
@@ -187,7 +188,7 @@ def seconds_from(data_path: str, repeats: int, recipe: str, step: Step, args: ar
     dataset = AddressedDataset(open_everywhere(flags, "train"), make_augmentation(flags, step.model.img_size))
     plan = make_plan(flags, step.process)
     sampler = StepBatchSampler(len(dataset), plan.batch_size, 1, 0, 1, flags.seed)
-    sampler = sampler.with_repeats(repeats, range(flags.epochs))
+    sampler = with_repeats(sampler, repeats, range(flags.epochs))
     first_steps = args.data_steps // 8  # in which the workers start
     loader = Loader(
         dataset,

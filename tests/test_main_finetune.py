@@ -34,6 +34,7 @@ from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.open import open_images
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.pretrain_augment import make_augmentation
+from util.data.repeats import with_repeats
 from util.data.transforms import Normalize, ResizeCenterCrop
 from util.evaluate import evaluator
 from util.run.files import checkpoint
@@ -99,7 +100,7 @@ def test_mixup_never_mixes_crops_of_one_image(mode, labelled, tmp_path, capsys):
     """Each image has a label of its own here, so a mixed target has two."""
     mixup = timm.data.Mixup(mixup_alpha=0.8, mode=mode, label_smoothing=0, num_classes=24)
     np.random.seed(0)  # whence timm draws
-    sampler = StepBatchSampler(24, 8, 1, 0, 1, 0).with_repeats(4, range(7))
+    sampler = with_repeats(StepBatchSampler(24, 8, 1, 0, 1, 0), 4, range(7))
     for batch in sampler.batches(range(21)):
         _, targets = mixup(torch.zeros(8, 3, 4, 4), torch.tensor([index for _, index in batch]))
         assert targets.count_nonzero(dim=1).tolist() == [2] * 8

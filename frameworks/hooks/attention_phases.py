@@ -27,6 +27,7 @@ from util.collectives import all_reduce_sum, gather_rows, rank_and_world_size, r
 from util.data.attention_maps import CROPS, AttentionMaps, BoxedDataset, Squash, maps_path, write_maps
 from util.data.datasets import AddressedDataset, StepBatchSampler, stack
 from util.data.loader import Loader
+from util.data.repeats import with_repeats
 from util.flag import Flag
 from util.peer_sampling import attention_sampling
 from util.run.processes.supervise import BatchesAhead
@@ -240,7 +241,7 @@ class Phases:
         self.open_until = (last_epoch + 1) * loop.steps_per_epoch
         first_epoch = 0 if refresh is None else refresh + 1
         # Groups of --repeat_aug end with the phase: all crops of an image are drawn with the same maps.
-        sampler = self.sampler.with_repeats(args.repeat_aug, range(first_epoch, last_epoch + 1))
+        sampler = with_repeats(self.sampler, args.repeat_aug, range(first_epoch, last_epoch + 1))
 
         drawn = "at random"
         if maps is not None:

@@ -119,23 +119,6 @@ class StepBatchSampler:
                 first = step_in_epoch * self.total_batch + place_in_step
                 yield [(epoch, index) for index in order[first : first + self.batch_size].tolist()]
 
-    def with_repeats(self, repeats: int, epochs: range) -> "StepBatchSampler":
-        """Returns the sampler of --repeat_aug, which puts these epochs into groups."""
-        if repeats == 1:
-            return self
-        from util.data.repeats import RepeatedStepSampler
-
-        return RepeatedStepSampler(
-            self.num_samples,
-            self.batch_size,
-            self.accum_iter,
-            self.rank,
-            self.world_size,
-            self.seed,
-            repeats,
-            epochs,
-        )
-
 
 def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
     """Returns the order of an epoch's images, int64 [length]: a function of (seed, epoch)."""

@@ -35,6 +35,22 @@ class RepeatedStepSampler(StepBatchSampler):
                     yield [(member, index) for index in indices for member in group]
 
 
+def with_repeats(sampler: StepBatchSampler, repeats: int, epochs: range) -> StepBatchSampler:
+    """Returns the sampler of `--repeat_aug repeats`, which puts these epochs into groups."""
+    if repeats == 1:
+        return sampler
+    return RepeatedStepSampler(
+        sampler.num_samples,
+        sampler.batch_size,
+        sampler.accum_iter,
+        sampler.rank,
+        sampler.world_size,
+        sampler.seed,
+        repeats,
+        epochs,
+    )
+
+
 def epoch_groups(epochs: range, repeats: int) -> list[range]:
     """Returns the groups of `repeats` epochs that share their images.
 

@@ -16,7 +16,7 @@ from util.data.datasets import AddressedDataset, StepBatchSampler, steps_per_epo
 from util.data.images import FolderImages
 from util.data.open import open_images
 from util.data.published import CifarImages
-from util.data.repeats import epoch_groups
+from util.data.repeats import epoch_groups, with_repeats
 from util.data.transforms import RandomResizedCropFlip
 
 
@@ -83,7 +83,7 @@ def test_cifar_that_cannot_be_had_says_where_it_should_be(tmp_path, monkeypatch)
 def steps(batch_size=4, accum_iter=1, rank=0, world_size=1, seed=0, start=0, end=50, repeats=1, epochs=range(0)):
     """The micro-batches of a process, for 100 images: lists of (epoch, index)."""
     sampler = StepBatchSampler(100, batch_size, accum_iter, rank, world_size, seed)
-    return list(sampler.with_repeats(repeats, epochs).batches(range(start, end)))
+    return list(with_repeats(sampler, repeats, epochs).batches(range(start, end)))
 
 
 def joined(batches):
