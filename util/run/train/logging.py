@@ -104,8 +104,9 @@ class RunLog:
             return
         if self.profiler is not None:
             self.profiler.step()
-        with redirect_if_broken(sys.stderr):
-            self.bar.update()
+        if not self.bar.disable:
+            with redirect_if_broken(sys.stderr):
+                self.bar.update()
 
     def report(self, step: int, scalars: Mapping[str, float | None], line: str, interim: bool = False) -> None:
         """Writes values at `step`: `scalars` to log.jsonl and TensorBoard, `line` as `info` does.
