@@ -24,7 +24,7 @@ from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util.data.datasets import AddressedDataset, StepBatchSampler, stack
 from util.data.finetune_augment import FinetuneAugment
-from util.data.images import check_classes, match_splits
+from util.data.images import check_classes, match_splits, note_on_small_images
 from util.data.open import open_everywhere
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop, with_vflip
@@ -374,7 +374,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
             optimizer = make_optimizer(model, args, run.plan.lr)
 
             augmentation, notes = make_augmentation(args, model.img_size, images.pixel_format, given)
-            run.note(*notes)
+            run.note(*notes, *note_on_small_images(images, model.img_size))
             dataset = AddressedDataset(images, augmentation, replace=args.max_bad_fraction > 0)
             sampler = StepBatchSampler(
                 len(dataset),

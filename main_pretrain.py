@@ -24,6 +24,7 @@ from recipes import RECIPES
 from util import collectives
 from util.costs import fitting_images, forward_gmac, utilization
 from util.data.datasets import AddressedDataset, StepBatchSampler
+from util.data.images import note_on_small_images
 from util.data.open import open_everywhere
 from util.data.pretrain_augment import make_augmentation
 from util.data.transforms import Normalize
@@ -40,7 +41,7 @@ from util.run.start.flags import (
     SIZE_FLAGS,
     run_flags,
 )
-from util.run.start.plan import Plan, check_repeats, schedule_by_epochs
+from util.run.start.plan import Plan, RunSchedule, check_repeats, schedule_by_epochs
 from util.run.start.run import Run
 from util.run.start.statistics import choose_statistics
 from util.run.train.bad_images import BadImages
@@ -55,6 +56,7 @@ from util.text import count_of, shorten
 PROGRAM = "main_pretrain.py"
 MODEL = "mae_vit_base_patch16"
 BLR = 1.5e-4  # per 256 images; MAE's, for a total batch of 4096 and 800 epochs
+FEW_STEPS = 688  # of the shortest pre-training that was seen to help: that of scripts/quickstart.sh
 
 IMAGE_FLAGS = (
     *DATA_FLAGS,
@@ -313,6 +315,14 @@ def fitting_batch(args: argparse.Namespace) -> Callable[[int, str], int] | None:
     return partial(fitting_images, vars(args), build_model)
 
 
+def note_on_few_steps(args: argparse.Namespace, schedule: RunSchedule) -> list[str]:
+    """Returns a note if a run from random weights may be too short."""
+    if schedule.num_steps >= FEW_STEPS or args.pretrained is not None:
+        return []
+    steps = count_of(schedule.num_steps, "step")
+    return [f"note: {steps} may be too few: the shortest run that was seen to help had {FEW_STEPS} (--epochs)"]
+
+
 def measures_of(settings: dict[str, Any], run: Run) -> list[Measure]:
     """Returns what reports compute of their values: the use of the GPUs, unless maps change the token counts."""
     if hooks_of(settings["sampling"]) is not None:
@@ -366,6 +376,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
             collator = model.collator(args.sampling, args.seed)
             open_loader = partial(run.open_loader, dataset, sampler, collator, model.img_size)
             schedule = schedule_by_epochs(args, run.plan, sampler.steps_per_epoch)
+            run.note(*note_on_few_steps(args, schedule), *note_on_small_images(images, model.img_size))
 
             settings, files = describe_model(model, first)
             info = run.describe(images, optimizer, schedule, statistics, settings, files=files)

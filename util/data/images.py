@@ -132,6 +132,7 @@ class Images:
     invalid: "InvalidPixels | None" = None
     lie_in_files = False
     pinned_path: str | None = None
+    typical_side: int | None = None  # median of the shorter sides of images that were looked at
 
     def __init__(self, root: str | Path, labels: np.ndarray, classes: Sequence[str], notes: Sequence[str] = ()) -> None:
         self.root = root
@@ -240,9 +241,10 @@ class EncodedImages(Images):
         decoded = set(checked[:: math.ceil(len(checked) / self.num_decoded)])
         problems: list[str] = []
         good: list[int] = []
+        sides: list[int] = []
         for i in checked:
             try:
-                pixels, _ = read_header(i)
+                pixels, size = read_header(i)
                 self._refuse_channels(i, pixels)
                 if good and pixels != self.pixel_format:
                     paths = f"{self.path(good[0])!r} and {self.path(i)!r}"
@@ -254,7 +256,9 @@ class EncodedImages(Images):
                 problems.append(str(error))
                 continue
             good.append(i)
+            sides.append(min(size))
         self._refuse_bad(problems, len(checked), max_bad_fraction)
+        self.typical_side = sorted(sides)[len(sides) // 2]
         if self.invalid is not None:
             self.invalid.check_type(self.pixel_format)
         self._note_loss(good[0])
@@ -410,6 +414,17 @@ def refuse_single_class(images: Any) -> None:
 
 def has_one_label(images: Any) -> bool:
     return bool((images.labels == images.labels[0]).all())
+
+
+def note_on_small_images(images: Images, img_size: tuple[int, int]) -> list[str]:
+    """Returns a note if a typical image is enlarged more than twice to the size that the model sees."""
+    side = images.typical_side
+    if side is None or 2 * side >= min(img_size):
+        return []
+    return [
+        f"note: the shorter side of a typical image has {count_of(side, 'pixel')}, and it is enlarged "
+        f"{min(img_size) / side:.1f} times: a smaller --input_size, with a smaller --patch_size, shows as much"
+    ]
 
 
 def match_splits(images: Images, val_images: Images) -> None:

@@ -199,6 +199,14 @@ def test_crops_of_an_image_share_its_decoding_and_equal_those_made_one_by_one(ph
     assert not together[0][0].equal(together[1][0])
 
 
+@pytest.mark.parametrize(("side", "is_noted"), [(72, False), (74, True)])
+def test_images_that_are_enlarged_more_than_twice_are_noted(tmp_path, side, is_noted):
+    for i, size in enumerate([(36, 90), (40, 36), (36, 36)]):
+        write_photo(tmp_path / f"{i}.png", size=size, seed=i)
+    images = open_images("folder", tmp_path)
+    assert bool(module.note_on_small_images(images, (side, 2 * side))) is is_noted
+
+
 def test_too_few_images_for_one_batch():
     with pytest.raises(ValueError, match="--total_batch_size"):
         steps_per_epoch(9, 10)
