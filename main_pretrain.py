@@ -315,9 +315,9 @@ def fitting_batch(args: argparse.Namespace) -> Callable[[int, str], int] | None:
     return partial(fitting_images, vars(args), build_model)
 
 
-def note_on_few_steps(args: argparse.Namespace, schedule: RunSchedule) -> list[str]:
+def note_on_few_steps(run: Run, schedule: RunSchedule) -> list[str]:
     """Returns a note if a run from random weights may be too short."""
-    if schedule.num_steps >= FEW_STEPS or args.pretrained is not None:
+    if schedule.num_steps >= FEW_STEPS or run.first_weights is not None:
         return []
     steps = count_of(schedule.num_steps, "step")
     return [f"note: {steps} may be too few: the shortest run that was seen to help had {FEW_STEPS} (--epochs)"]
@@ -376,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
             collator = model.collator(args.sampling, args.seed)
             open_loader = partial(run.open_loader, dataset, sampler, collator, model.img_size)
             schedule = schedule_by_epochs(args, run.plan, sampler.steps_per_epoch)
-            run.note(*note_on_few_steps(args, schedule), *note_on_small_images(images, model.img_size))
+            run.note(*note_on_few_steps(run, schedule), *note_on_small_images(images, model.img_size))
 
             settings, files = describe_model(model, first)
             info = run.describe(images, optimizer, schedule, statistics, settings, files=files)

@@ -133,7 +133,7 @@ class TECViT(Framework, ViTEncoder):
         if self.method.progressive:
             self.num_keys = self.num_tokens
         if att_topk > self.num_keys:
-            raise ValueError(f"att_topk {att_topk} is more than the {self.num_keys} tokens that are reconstructed")
+            raise ValueError(f"--att_topk {att_topk} is more than the {self.num_keys} tokens of a row of attention")
         self.decoder_fea = ProgressiveDecoder(
             self.grid_size,
             embed_dim,

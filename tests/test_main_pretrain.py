@@ -425,10 +425,16 @@ def test_squares_that_do_not_fit_the_grid_are_refused_before_images_are_read():
         check("--mask_unit 5")
 
 
-@pytest.mark.parametrize(("num_steps", "pretrained", "num_notes"), [(687, None, 1), (688, None, 0), (9, "x", 0)])
-def test_a_run_from_random_weights_that_is_shorter_than_any_that_helped_is_noted(num_steps, pretrained, num_notes):
+@pytest.mark.parametrize(("num_steps", "first_weights", "num_notes"), [(687, None, 1), (688, None, 0), (9, "x", 0)])
+def test_a_run_from_random_weights_that_is_shorter_than_any_that_helped_is_noted(num_steps, first_weights, num_notes):
     schedule = SimpleNamespace(num_steps=num_steps)
-    assert len(main_pretrain.note_on_few_steps(SimpleNamespace(pretrained=pretrained), schedule)) == num_notes
+    run = SimpleNamespace(first_weights=first_weights)
+    assert len(main_pretrain.note_on_few_steps(run, schedule)) == num_notes
+
+
+def test_refused_flags_leave_no_folder(photos, tmp_path, capsys):
+    pretrain.refused(capsys, photos, tmp_path / "out", "--mask_unit", 5)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_checkpoint_of_another_model_names_the_keys(photos, tmp_path, capsys):

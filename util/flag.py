@@ -18,7 +18,7 @@ class Flag:
     """The flag `--name` of a command line.
 
     A framework's flags are arguments of its constructor, and attributes of the model that hold them. They have no
-    default of their own: that of the constructor or of the model's factory applies, and the help says it.
+    default of their own: that of the constructor or of the model's factory applies, and `help` names it.
 
     type: reads a value; `bool` makes a switch: --name, --no-name. help: until a semicolon or parenthesis for --help,
     all of it for --help_all. nargs, metavar: as in argparse.

@@ -233,6 +233,12 @@ def released(model):
     return weights
 
 
+def test_no_more_rows_of_attention_than_tokens():
+    build(progressive=False, att_topk=8)  # visible and retained
+    with pytest.raises(ValueError, match="--att_topk"):
+        build(progressive=False, att_topk=9)
+
+
 def test_load_official(tmp_path):
     """Fine-tuning takes the same file."""
     source = build(0.0).float()

@@ -118,9 +118,9 @@ class Images:
 
     A source is pickled for other ranks, unless its images `lie_in_files`, and forked workers call `load`: it keeps no
     file open. Where `find_images` of `util/data/open.py` opens it, it gives the images of the split, or raises
-    MissingSplit. Splits are chosen by `choose_split` of `util/data/folders.py`. Where all files are lost, such as an
-    archive, `load` raises MissingImage. `EncodedImages` is for files of images: with names relative to the folder of
-    the split, in torchvision's order, they have the fingerprint of that folder.
+    MissingSplit. Splits are chosen by `choose_split` of `util/data/folders.py`. Where the storage fails, as with a lost
+    archive, `load` raises OSError. `EncodedImages` is for files of images: with names relative to the folder of the
+    split, in torchvision's order, they have the fingerprint of that folder.
 
     labels: int64 [n]. classes: their names, as `spelling` returns them. notes: sentences on what is ignored or
     replaced, for the log. in_chans: channels that are wanted. lie_in_files: each rank maps or loads them from files

@@ -41,6 +41,7 @@ class CifarImages(Images):
     """torchvision's CIFAR-10 or CIFAR-100, downloaded to `data_path` if it is not there. Its hash is checked."""
 
     lie_in_files = True
+    typical_side = 32
 
     def __init__(self, name: str, data_path: str | Path, split: str = "train") -> None:
         make = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[name]

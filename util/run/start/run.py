@@ -5,10 +5,10 @@ import math
 import shlex
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,12 @@ class Run:
         """
         output_dir = Path(args.output_dir)
         with begin(program, parser, args, None, trains=True) as (process, _), ExitStack() as stack:
-            record = partial(record_failure, output_dir)
+            has_folder = threading.Event()
+
+            def record(why: str) -> None:
+                if has_folder.is_set():  # until then it may be that of another run
+                    record_failure(output_dir, why)
+
             patience = first_timeout(args.dist_timeout, args.compile)
             watchdog = stack.enter_context(Watchdog(args.dist_timeout, patience, process.rank, record))
             with user_errors(parser):
@@ -99,6 +104,7 @@ class Run:
                 plan = make_plan(args, process, default_batch_size, fitting_batch)
                 check(args, plan)
                 take_folder(output_dir, args, stack)
+                has_folder.set()
                 refuse_separate_folders(output_dir)
                 if not args.check_data:  # which leaves the folder as it is
                     collectives.run_on_rank0(lambda: remove_leftovers(output_dir))
