@@ -249,14 +249,24 @@ class Watchdog(threading.Thread):
 
     def _end_process(self) -> None:
         reason = f"process {self.rank} on {socket.gethostname()} made no progress for {self.limit:g} s: {self.phase}"
-        faulthandler.dump_traceback(file=2)
-        print_error(f"{reason}; exit code {TEMPORARY}")
+        print_error(f"{thread_stacks()}{reason}; exit code {TEMPORARY}")
         if self.record is not None:
             # In a thread: the disk may be what hangs.
             recorder = threading.Thread(target=self.record, args=(reason,), daemon=True)
             recorder.start()
             recorder.join(WRITE_SECONDS)
         os._exit(TEMPORARY)
+
+
+def thread_stacks() -> str:
+    """The stacks of all threads. faulthandler writes them in pieces, which those of other processes would split."""
+    if not hasattr(os, "memfd_create"):  # macOS
+        faulthandler.dump_traceback(file=2)
+        return ""
+    with os.fdopen(os.memfd_create("stacks"), "w+") as file:  # no disk, which may be what hangs
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read()
 
 
 def print_error(text: str) -> None:

@@ -173,21 +173,22 @@ def test_on_a_gpu_the_host_waits_for_the_flags_of_the_step_before(tmp_path):
 def codes(monkeypatch):
     """The exit codes with which the watchdog would have ended this process."""
     codes = []
-    monkeypatch.setattr(supervise, "os", SimpleNamespace(_exit=codes.append))
+    monkeypatch.setattr(supervise, "os", SimpleNamespace(**vars(os) | {"_exit": codes.append}))
     # It would really end the process if the watchdog's thread did not run for a second.
     monkeypatch.replace_in(supervise, "faulthandler.dump_traceback_later", lambda *_, **__: None)
     return codes
 
 
-def test_the_watchdog_ends_a_process_without_progress(codes, capfd):
-    reasons = []
+def test_the_watchdog_ends_a_process_without_progress(codes, monkeypatch):
+    """Stacks and reason are one write: several processes that wait for one write to the same pipe."""
+    reasons, stderr = [], []
+    monkeypatch.setattr(supervise, "print", lambda text, **_: stderr.append(text), raising=False)
     with Watchdog(timeout=0.1, first_timeout=0.2, record=reasons.append) as watchdog:
         watchdog.heartbeat("step 3", 0.2)
         wait_until(lambda: codes)
     assert set(codes) == {75}
-    error = capfd.readouterr().err
-    assert re.search(r"process 0 on \S+ made no progress for 0.2 s: step 3; exit code 75", error)
-    assert "test_the_watchdog_ends_a_process_without_progress" in error  # the stack
+    assert re.search(r"process 0 on \S+ made no progress for 0.2 s: step 3; exit code 75", stderr[0])
+    assert "test_the_watchdog_ends_a_process_without_progress" in stderr[0]  # the stack
     assert reasons[0].endswith("made no progress for 0.2 s: step 3")
 
 
