@@ -19,15 +19,22 @@ def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def gather_tensors(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensors of all processes, which have one shape, stacked by rank."""
+    if not dist.is_initialized():
+        return tensor[None]
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor)
+    return torch.stack(gathered)
+
+
 def gather_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the rows of all processes' tensors, which may differ in length, one process after another."""
     if not dist.is_initialized():
         return tensor
     lengths = gather_objects(len(tensor))
     padding = tensor.new_zeros(max(lengths) - len(tensor), *tensor.shape[1:])
-    padded = torch.cat([tensor, padding]).contiguous()
-    gathered = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(gathered, padded)
+    gathered = gather_tensors(torch.cat([tensor, padding]).contiguous())
     return torch.cat([rows[:length] for rows, length in zip(gathered, lengths, strict=True)])
 
 

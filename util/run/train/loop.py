@@ -17,7 +17,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from util.addressed import STEP, addressed_seed
-from util.collectives import gather_objects
+from util.collectives import all_reduce_sum
 from util.data.transforms import Normalize
 from util.run.processes.distributed import DeviceCopies, precision
 from util.run.processes.supervise import BatchesAhead, Stopped, StopSignal
@@ -202,7 +202,8 @@ class TrainLoop:
         for _ in range(2 * self.accum_iter):
             self.watchdog.heartbeat(f"step {self.step + 1}", self.watchdog.first_timeout)
             ahead.load()
-        self.has_stopped = any(gather_objects(self.stop.is_asked))
+        num_asked = all_reduce_sum(torch.full((1,), float(self.stop.is_asked), device=self.device))
+        self.has_stopped = num_asked.item() > 0
         return ahead
 
     def stop_if_asked(self) -> None:

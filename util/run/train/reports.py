@@ -7,12 +7,11 @@ import math
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from util.collectives import all_reduce_sum, gather_objects, rank_and_world_size
+from util.collectives import all_reduce_sum, gather_objects, gather_tensors, rank_and_world_size
 from util.data.open import data_hint
 from util.run.processes.distributed import memory_scalars
 from util.run.start.plan import RunSchedule
@@ -82,10 +81,7 @@ class Meter:
 
     def state_dict(self) -> dict[str, Any]:
         """All ranks must call it, because each has its own sums."""
-        rank, world_size = rank_and_world_size()
-        sums = self.sums.new_zeros(world_size, *self.sums.shape)
-        sums[rank] = self.sums
-        return {"names": self.names, "sums": all_reduce_sum(sums).cpu(), "bad_streak": self.bad_streak.cpu()}
+        return {"names": self.names, "sums": gather_tensors(self.sums).cpu(), "bad_streak": self.bad_streak.cpu()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the sums; if the world size has changed, each rank gets the mean."""
@@ -121,15 +117,6 @@ def total(means: dict[str, float | None]) -> float | None:
             return None
         summed += value
     return summed
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """What a rank tells the others at a report."""
-
-    sums: torch.Tensor  # of its meter, on the CPU
-    num_bad_images: int  # that its workers have found
-    data_seconds: float  # since the last report
 
 
 class StepReports:
@@ -173,15 +160,16 @@ class StepReports:
         ones. It leaves the meter as it is, so that the regular reports of a resumed run equal those of an undisturbed
         run.
         """
-        own = RankReport(
-            sums=self.meter.sums.cpu(),
-            num_bad_images=0 if self.bad_images is None else int(self.bad_images.count_nonzero()),
-            data_seconds=self.clock.data_seconds,
-        )
+        sums = self.meter.sums.cpu()
         seconds = time.perf_counter() - self.clock.start
-        ranks = gather_objects(own)
-        self.num_bad_images = sum(rank.num_bad_images for rank in ranks)
-        since_report, since_epoch = torch.stack([rank.sums for rank in ranks]).sum(dim=0) / len(ranks)
+        num_bad_images = 0
+        if self.bad_images is not None:
+            num_bad_images = int(self.bad_images.count_nonzero())
+        of_this_rank = torch.cat([sums.flatten(), torch.tensor([num_bad_images, self.clock.data_seconds])])
+        of_ranks = gather_tensors(of_this_rank.to(self.device)).cpu()
+        self.num_bad_images = int(of_ranks[:, -2].sum())
+        waits = of_ranks[:, -1].tolist()
+        since_report, since_epoch = of_ranks[:, :-2].reshape(-1, *sums.shape).mean(dim=0)
         means = self.meter.means(since_report)
         if not interim:
             self.meter.since_report.zero_()
@@ -195,7 +183,6 @@ class StepReports:
         scalars |= means  # of what the update returns
         scalars["lr"] = self.learning_rate(step - 1)
         scalars["skipped_steps"] = self.meter.num_skipped(since_report)
-        waits = [rank.data_seconds for rank in ranks]
         scalars["data_rank"] = waits.index(max(waits))
         scalars["data_share"] = min(max(waits) / seconds, 0.99)  # the ranks' clocks do not start together
         # Of rank 0, which has the same work as others: it has not waited, but given the device its work.
