@@ -381,7 +381,7 @@ def test_a_report_is_one_exchange_and_names_the_rank_that_waits_longest_for_data
     first, second = run_in_two_processes(_reports_of)
     for found in (first, second):
         step = ["all_reduce"]  # of the flags of a signal
-        report = ["all_gather_object"]
+        report = ["all_gather"]
         assert found["calls"] == [*step, *report, *step, *step, *report, *step]
         assert found["num_bad"] == 3
         scalars, line = found["lines"][1]
