@@ -25,6 +25,7 @@ from util.data import open as open_module
 from util.data.images import EncodedImages
 from util.run.exits import run_program
 from util.run.files import checkpoint
+from util.run.processes import supervise
 from util.run.processes.supervise import Watchdog
 from util.run.train import wrap
 from util.run.train.loop import TrainLoop
@@ -50,7 +51,14 @@ def fail():
     raise RuntimeError("a fault")
 
 
-HANGS = {"hang": 10_000, "slow-compile": 15}  # seconds in a forward pass
+def seem_slow(seconds):
+    """The watchdog looks, and so much time seems to have passed since the last heartbeat."""
+    (watchdog,) = [thread for thread in threading.enumerate() if isinstance(thread, Watchdog)]
+    watchdog.since -= seconds
+    time.sleep(1)
+
+
+HANGS = ("hang", "hang-mount", "hang-worker")  # until the watchdog ends the process, whose time-out is over at once
 AT_STEP = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "raise": fail,
@@ -75,6 +83,7 @@ class Fault:
         self.rank = rank
         self.marker = marker
         self.calls = 0
+        self.mark = Path(f"{marker}.{os.environ.get('RANK', '0')}")
 
     def strikes(self, step):
         """Whether it does, at this step of this process; from then on it has."""
@@ -83,13 +92,17 @@ class Fault:
         if self.marker == "-":
             return step == self.step or self.name == "nan-forever"
         with contextlib.suppress(FileExistsError):
-            os.close(os.open(f"{self.marker}.{os.environ.get('RANK', '0')}", os.O_CREAT | os.O_EXCL))
+            os.close(os.open(self.mark, os.O_CREAT | os.O_EXCL))
             return True
         return False
 
     def install(self):
         if self.name == "slow-compile":
             wrap.compile_parts = lambda model: None
+        if self.name in (*HANGS, "slow-compile"):
+            supervise.PULSE = 0.1
+        if self.name in HANGS and not self.mark.exists():
+            Watchdog._seconds_left = self.seconds_left(Watchdog._seconds_left)
         if self.name == "own-folder":  # for relative paths every process has a disk of its own
             own = Path(f"{self.marker}.{os.environ['RANK']}")
             own.mkdir()
@@ -102,8 +115,11 @@ class Fault:
             checkpoint.save_checkpoint = self.faulty_save(checkpoint.save_checkpoint)
         if self.name == "hang-mount":
             open_module.folder_identity = self.faulty_mount(open_module.folder_identity)
-        if self.name in ("hang-worker", "fail-load"):
+        if self.name in ("hang-worker", "wait-in-worker", "fail-load"):
             EncodedImages.load = self.faulty_load(EncodedImages.load)
+
+    def seconds_left(self, exact):
+        return lambda watchdog: 0.0 if self.mark.exists() else exact(watchdog)
 
     def faulty_step(self, set_rates):
         def step(loop, number):
@@ -117,8 +133,10 @@ class Fault:
 
     def faulty_seed(self, seed_draws):
         def seed(loop, step, micro):  # it comes first in a forward pass
-            if self.name in HANGS and self.strikes(step):
-                time.sleep(HANGS[self.name])
+            if self.name == "hang" and self.strikes(step):
+                time.sleep(10_000)
+            if self.name == "slow-compile" and self.strikes(step):
+                seem_slow(3000)
             return seed_draws(loop, step, micro)
 
         return seed
@@ -155,8 +173,6 @@ class Fault:
     def faulty_mount(self, identify):
         def identify_folder(path):
             if self.strikes(self.step):
-                (watchdog,) = [thread for thread in threading.enumerate() if isinstance(thread, Watchdog)]
-                watchdog.limit = 5  # instead of half an hour
                 time.sleep(10_000)
             return identify(path)
 

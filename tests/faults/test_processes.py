@@ -119,8 +119,8 @@ def test_torchrun_does_not_repeat_a_final_error(photos, tmp_path):
 
 def test_a_process_that_hangs(photos, tmp_path, undisturbed):
     options = dict(fault=("hang", 12, 1, tmp_path / "mark"), restarts=3)
-    out = finish(photos, tmp_path / "out", *SAVE, "--dist_timeout", 10, **options)
-    assert re.search(r"process 1 on \S+ made no progress for 10 s: step 13; exit", out), out
+    out = finish(photos, tmp_path / "out", *SAVE, **options)
+    assert re.search(r"process 1 on \S+ made no progress for 600 s: step 13; exit", out), out
     assert re.search(r"error: process 1 on \S+ made no", (tmp_path / "out" / "log.txt").read_text())
     assert re.search(r'File ".*faulty.py", line \d+ in seed', out)  # its stack
     assert_as(undisturbed, tmp_path / "out")
@@ -129,15 +129,14 @@ def test_a_process_that_hangs(photos, tmp_path, undisturbed):
 def test_a_mount_that_hangs_in_the_set_up(photos, tmp_path, undisturbed):
     fault = ("hang-mount", 0, 1, tmp_path / "mark")
     out = finish(photos, tmp_path / "out", *SAVE, fault=fault, restarts=1)
-    assert re.search(r"process 1 on \S+ made no progress for 5 s: setting up: images; exit code 75", out), out
+    assert re.search(r"process 1 on \S+ made no progress for 1800 s: setting up: images; exit code 75", out), out
     assert re.search(r'File ".*faulty.py", line \d+ in identify_folder', out)  # its stack
     assert_as(undisturbed, tmp_path / "out")
 
 
 def test_a_slow_compilation_is_no_hang(photos, tmp_path, undisturbed):
-    """The first forward pass of one process takes 15 s. A later one that hangs is found as ever."""
-    flags = (*SAVE, "--compile", "--dist_timeout", 10)
-    finish(photos, tmp_path / "out", *flags, fault=("slow-compile", 0, 1, "-"))
+    """The first forward pass seems to take 50 minutes. A later one that hangs is found as ever."""
+    finish(photos, tmp_path / "out", *SAVE, "--compile", fault=("slow-compile", 0, "all", "-"))
     assert_as(undisturbed, tmp_path / "out")
 
 
@@ -301,11 +300,11 @@ def test_a_killed_worker_of_two_processes(photos, tmp_path, undisturbed):
 def test_a_worker_that_hangs(photos, tmp_path, alone):
     fault = ("hang-worker", 0, 0, tmp_path / "mark")
     flags = (*SAVE, "--num_workers", 1)
-    out = finish(photos, tmp_path / "out", *flags, "--dist_timeout", 5, fault=fault, processes=1, code=75)
-    assert re.search(r"process 0 on \S+ made no progress for 5 s: step 1; exit code 75", out)
+    out = finish(photos, tmp_path / "out", *flags, fault=fault, processes=1, code=75)
+    assert re.search(r"process 0 on \S+ made no progress for 600 s: step 1; exit code 75", out)
     content = read_json(tmp_path / "out" / "run.json")
     assert content["state"] == "failed"
-    assert content["why"].endswith("made no progress for 5 s: step 1")
+    assert content["why"].endswith("made no progress for 600 s: step 1")
     finish(photos, tmp_path / "out", *flags, processes=1)
     assert_as(alone, tmp_path / "out")
 
@@ -314,7 +313,7 @@ def test_a_worker_that_hangs(photos, tmp_path, alone):
 def test_a_signal_while_a_batch_is_waited_for(photos, tmp_path, alone, undisturbed, processes):
     """One worker hangs after so many images that five steps can be made, as if its file system was frozen."""
     flags = (*SAVE, "--save_steps", 0, "--num_workers", 1)
-    fault = ("hang-worker", 7 * 8 // processes + 1, 0, tmp_path / "mark")
+    fault = ("wait-in-worker", 7 * 8 // processes + 1, 0, tmp_path / "mark")
     process = start(photos, tmp_path / "out", *flags, processes=processes, fault=fault)
     wait_for_step(tmp_path / "out", 5, process)
     process.send_signal(signal.SIGTERM)
