@@ -206,9 +206,11 @@ def newest_checkpoint(output_dir: str | Path) -> tuple[Path | None, list[str]]:
 def find_checkpoint_file(path: str | Path) -> Path:
     """Returns `path` itself, the newest intact checkpoint of a run's folder, or the first of WEIGHT_FILES in another.
 
-    CheckpointError for a folder without any.
+    A sidecar stands for its checkpoint. CheckpointError for a folder without any.
     """
     path = Path(path)
+    if path.suffix == ".json":
+        return path.with_suffix(".pth")
     if not path.is_dir():
         return path
     os.listdir(path)  # PermissionError: `glob` finds nothing in a folder that cannot be read

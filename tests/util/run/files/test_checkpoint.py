@@ -195,6 +195,7 @@ def test_the_folder_of_a_run_stands_for_its_newest_checkpoint(tmp_path):
     (tmp_path / "model.safetensors").touch()
     assert find_checkpoint_file(tmp_path) == newest
     assert find_checkpoint_file(str(newest)) == newest
+    assert find_checkpoint_file(newest.with_suffix(".json")) == newest
     damage_flip(newest)
     assert find_checkpoint_file(tmp_path) == older
     damage_flip(older)
