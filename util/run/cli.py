@@ -97,7 +97,8 @@ class Parser(argparse.ArgumentParser):
             if self.flags[name].has_many_choices:
                 self.check_choice(name, value, self.flags[name].choices)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            name = unknown[0].partition("=")[0].lstrip("-")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{close_to(name, self.flags)}")
         recipe: Mapping[str, Any] = {}
         if recipes is not None and "recipe" in given:
             self.check_choice("recipe", given["recipe"], recipes)

@@ -87,6 +87,12 @@ def test_the_command_wins_over_the_recipe_and_the_recipe_over_defaults():
     assert parser.defaults["epochs"] == 3
 
 
+def test_a_misspelt_flag_is_answered_with_those_close_to_it(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        make_parser().parse_args(["--epoch=3"])
+    assert "--epoch=3; close to it: epochs" in capsys.readouterr().err
+
+
 def test_a_recipe_of_unknown_flags_is_refused():
     with pytest.raises(SystemExit, match="2"):
         make_parser().parse_args(["--recipe", "odd"], recipes={"odd": {"depth": 3}})
