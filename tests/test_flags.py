@@ -39,4 +39,4 @@ def test_flags_are_frozen():
 
 
 if __name__ == "__main__":
-    PATH.write_text(json.dumps(changes_of_flags(), indent=1) + "\n")
+    PATH.write_text(json.dumps(changes_of_flags(), indent=1, sort_keys=True) + "\n")
