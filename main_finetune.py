@@ -1,4 +1,4 @@
-"""Fine-tunes a pre-trained encoder: all of it, its last blocks, or a linear probe. Evaluates any classifier.
+r"""Fine-tunes a pre-trained encoder: all of it, its last blocks, or a linear probe. Evaluates any classifier.
 
     torchrun --nproc_per_node 8 main_finetune.py --recipe finetune_vit_base --data_path IMAGENET --compile \
         --finetune output/prmim

@@ -84,7 +84,7 @@ def open_queries(args: argparse.Namespace, images: Images) -> tuple[Images | Non
     if not args.knn_every:
         return None, []
     if not can_be_classified(images):
-        return None, ["note: not each training image has a class, so --knn_every computes RankMe alone"]
+        return None, ["note: kNN needs two classes, one for each image, so --knn_every computes RankMe alone"]
     try:
         val_images = open_everywhere(args, "val", labelled=True, max_bad_fraction=args.max_bad_fraction)
     except MissingSplit:

@@ -40,7 +40,7 @@ def read_run(folder: Path) -> Row:
     elif row["state"] == "running":
         row["state"] = "interrupted"
     for report in read_reports(folder / "log.jsonl"):
-        row["step"] = report["step"]
+        row["step"] = max(row["step"] or 0, report["step"])
         row["loss"] = report.get("loss", row["loss"])
         row["knn"] = report.get("knn_top1", row["knn"])
     results = read_json(folder / "results.json")

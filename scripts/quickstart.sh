@@ -33,8 +33,9 @@ cd "$root"
 # sample FOLDER FLAGS...: cut crops out of the photographs, unless the folder is complete already.
 sample() {
     if [ ! -d "$output/$1" ]; then
+        echo "Cutting crops out of photographs: $output/$1"
         rm -rf "$output/$1.part" # left by an interrupted call
-        python scripts/sample_photos.py "$output/$1.part" --crop_sides 0.25 0.5 "${@:2}"
+        python scripts/sample_photos.py "$output/$1.part" --crop_sides 0.25 0.5 "${@:2}" >/dev/null
         mv "$output/$1.part" "$output/$1"
     fi
 }

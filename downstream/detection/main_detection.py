@@ -1,4 +1,4 @@
-"""Trains Mask R-CNN on a pre-trained ViT (ViTDet), for COCO or any data set in COCO's format.
+r"""Trains Mask R-CNN on a pre-trained ViT (ViTDet), for COCO or any data set in COCO's format.
 
     torchrun --nproc_per_node 8 downstream/detection/main_detection.py --recipe coco_mask_rcnn_vit_base \
         --data_path COCO --finetune output/prmim50_base --output_dir output/coco

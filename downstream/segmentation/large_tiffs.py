@@ -2,6 +2,7 @@
 
 import io
 import os
+import warnings
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ class LargeTiff:
         try:
             import rasterio
 
+            warnings.filterwarnings("ignore", category=rasterio.errors.NotGeoreferencedWarning)  # as of microscopes
             self.file = rasterio.open(self.path, driver="GTiff")
         except ImportError as error:
             raise ImageError(f"{self.path!r} is read in parts by rasterio: pip install rasterio") from error

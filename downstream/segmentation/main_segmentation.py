@@ -1,4 +1,4 @@
-"""Trains a segmentation model on a pre-trained encoder: UPerNet, or a linear layer on the frozen encoder.
+r"""Trains a segmentation model on a pre-trained encoder: UPerNet, or a linear layer on the frozen encoder.
 
     torchrun --nproc_per_node 8 downstream/segmentation/main_segmentation.py --recipe ade20k_upernet_vit_base \
         --data_path ADEChallengeData2016 --finetune output/prmim50_base --output_dir output/ade20k

@@ -95,6 +95,13 @@ def test_a_run_that_fails_says_why(photos, tmp_path, capsys):
     assert row_of(capsys, tmp_path) == row
 
 
+def test_a_run_that_stopped_between_two_reports_has_its_own_step(tmp_path, capsys):
+    (tmp_path / "run.json").write_text('{"state": "stopped", "step": 8}')
+    (tmp_path / "log.jsonl").write_text('{"step": 6, "loss": 1.0}\n')
+    row = row_of(capsys, tmp_path)
+    assert (row["step"], row["loss"]) == (8, 1.0)
+
+
 @pytest.mark.parametrize("content", [None, b"{", b"\xff\xfe"])
 def test_a_damaged_folder_has_a_row(output, content, tmp_path, capsys):
     for name in ("settings.json", "log.jsonl", "results.json", ".lock", "run.json"):

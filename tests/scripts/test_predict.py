@@ -388,8 +388,8 @@ def test_what_of_large_scenes_is_not_read_is_named(scenes, tmp_path, monkeypatch
         assert f"not predicted: '{tmp_path / 'scenes' / name}.tif'" in err
 
 
-def test_what_cannot_be_read_in_parts_is_read_as_a_whole(segmented, tmp_path, monkeypatch):  # noqa: F811
-    """A grey file, which becomes RGB, and one with alpha, which is dropped."""
+def test_what_cannot_be_read_in_parts_is_read_as_a_whole(segmented, tmp_path, monkeypatch, recwarn):  # noqa: F811
+    """A grey file, which becomes RGB, and one with alpha, which is dropped. No warning says that they lie nowhere."""
     array = np.random.default_rng(0).integers(0, 256, (40, 50, 4), dtype=np.uint8)
     (tmp_path / "images").mkdir()
     Image.fromarray(array[..., 0]).save(tmp_path / "images" / "grey.tif")
@@ -402,6 +402,7 @@ def test_what_cannot_be_read_in_parts_is_read_as_a_whole(segmented, tmp_path, mo
         for name in files_in(tmp_path / "whole" / kind):
             whole = (tmp_path / "whole" / kind / name).read_bytes()
             assert (tmp_path / "out" / kind / name).read_bytes() == whole, name
+    assert "geotransform" not in "".join(str(warning.message) for warning in recwarn)
 
 
 def write_holes(root):
