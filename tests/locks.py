@@ -25,7 +25,7 @@ def held_by_another_process(folder):
     other = server().Process(target=_hold, args=(str(folder), theirs))
     other.start()
     try:
-        assert ours.poll(240)
+        assert ours.poll(900)
         yield f"is in use by process {ours.recv()} on {socket.gethostname()}: wait"
     finally:
         other.kill()

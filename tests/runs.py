@@ -183,7 +183,7 @@ def finish(*args, code=0, **options):
     """Runs it to its end; -> its output. AssertionError unless it ends with that exit code."""
     process = start(*args, **options)
     try:
-        out, _ = process.communicate(timeout=240)
+        out, _ = process.communicate(timeout=900)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, 9)

@@ -13,7 +13,7 @@ MODELS = [*CLASSES, *CLASSIFIERS, "UPerNet", "probe"]
 
 @pytest.fixture(scope="module")
 def found():
-    out, _ = Python(ROOT / "tests" / "fake_accelerator.py", *MODELS).communicate(timeout=250)
+    out, _ = Python(ROOT / "tests" / "fake_accelerator.py", *MODELS).communicate(timeout=900)
     lines = [json.loads(line) for line in out.splitlines() if line.startswith('{"name"')]
     assert [line["name"] for line in lines] == MODELS, out[-2000:]
     return {line["name"]: line for line in lines}

@@ -702,7 +702,7 @@ def _train_on_half_a_batch(rank, name, variant):
 @pytest.fixture(scope="module")
 def gradients_in_ddp():
     """The results of two processes, which are started once for all frameworks, because starting is slow."""
-    return run_in_two_processes(_gradients_in_ddp, timeout_s=280)
+    return run_in_two_processes(_gradients_in_ddp, timeout_s=900)
 
 
 @pytest.mark.parametrize(("name", "variant"), IN_TWO_PROCESSES)

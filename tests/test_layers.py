@@ -182,7 +182,7 @@ def test_help_waits_for_no_slow_library():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
     assert found.stdout == "set()\n", found.stderr
 

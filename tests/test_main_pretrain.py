@@ -317,7 +317,7 @@ def test_torchrun_with_two_processes_is_the_one_process_run(photos, tmp_path, fl
     assert code == 0, out[-3000:]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    options = dict(cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    options = dict(cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     done = subprocess.run([*torchrun, "main_pretrain.py", *command], **options)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "8 = 4 x 2 processes x 1 accumulated" in done.stdout

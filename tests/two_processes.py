@@ -9,11 +9,11 @@ import torch.distributed as dist
 from tests.warm import reserve_port, server
 
 
-def run_in_two_processes(function, *args, timeout_s=280):
+def run_in_two_processes(function, *args, timeout_s=900):
     return run_in_processes(2, function, *args, timeout_s=timeout_s)
 
 
-def run_in_processes(num, function, *args, timeout_s=280):
+def run_in_processes(num, function, *args, timeout_s=900):
     """Returns [function(rank, *args) for rank in range(num)], each computed in its own process of a gloo group.
 
     If a result is a dict, its tensors come back as arrays. An exception in a process is raised again here.

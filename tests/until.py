@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], object], explain: Callable[[], object] = str, seconds: float = 240) -> None:
+def wait_until(condition: Callable[[], object], explain: Callable[[], object] = str, seconds: float = 900) -> None:
     """Returns once `condition()` is true. AssertionError with `explain()` if it still is not after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():

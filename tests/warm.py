@@ -109,7 +109,7 @@ def run_by_torchrun(script, *flags):
     """Runs a script of the project in two processes. Returns (exit code, output)."""
     process = Python(*torchrun(ROOT / script, *flags), env={"OMP_NUM_THREADS": "1"})
     try:
-        out, _ = process.communicate(timeout=240)
+        out, _ = process.communicate(timeout=900)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

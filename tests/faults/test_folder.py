@@ -160,7 +160,7 @@ def test_a_signal_ends_a_start_as_any_program(photos, tmp_path, name):
     wait_until(lambda: mark.exists() or process.poll() is not None, process.text)
     assert (tmp_path / "new" / "deep" / ".lock").exists()
     process.send_signal(getattr(signal, name))
-    out, _ = process.communicate(timeout=240)
+    out, _ = process.communicate(timeout=900)
     assert process.returncode == -getattr(signal, name), out
     assert "Traceback" not in out
     assert [path.name for path in (tmp_path / "new" / "deep").iterdir()] == [".lock"]
@@ -238,7 +238,7 @@ def test_a_signal_after_a_failed_save(photos, tmp_path, monkeypatch, before_step
 
     def full_once(output_dir, step, *args):
         if step == 3 and not failures:
-            assert is_training_on.wait(240)
+            assert is_training_on.wait(900)
             os.kill(os.getpid(), signal.SIGTERM)
             failures.append(step)
             raise OSError(28, "No space left on device")

@@ -84,7 +84,7 @@ def test_a_killed_process_of_two_nodes(photos, tmp_path, undisturbed, monkeypatc
     nodes = [start(photos, tmp_path / "out", *SAVE, **torchrun) for _ in range(2)]
     try:
         for node in nodes:
-            out, _ = node.communicate(timeout=240)
+            out, _ = node.communicate(timeout=900)
             assert node.returncode == 0, out
     finally:
         for node in nodes:
@@ -158,7 +158,7 @@ def test_a_signal_to_torchrun(photos, tmp_path, undisturbed):
     process = start(photos, tmp_path / "out", *SAVE, fault=HOLD)
     wait_for_step(tmp_path / "out", 7, process)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=240)
+    process.communicate(timeout=900)
     finish(photos, tmp_path / "out", *SAVE)
     assert_as(undisturbed, tmp_path / "out")
     assert lost_in(tmp_path / "out") == [0]
@@ -170,7 +170,7 @@ def test_a_signal_to_torchrun_in_an_evaluation(photos, tmp_path, undisturbed):
     process = start(photos, tmp_path / "out", *flags, fault=("hold-work", 10, "all", "-"))
     wait_for_step(tmp_path / "out", 11, process)  # and of the evaluation before the first one
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=240)
+    out, _ = process.communicate(timeout=900)
     assert out.count("SIGTERM: stopping after this step or batch") == 2  # the moment it comes
     assert "stopped by SIGTERM after step 10 of 20" in out
     assert [path.name for path in (tmp_path / "out").glob("*.pth")] == ["checkpoint-10.pth"]
@@ -189,7 +189,7 @@ def test_a_killed_torchrun(photos, tmp_path, undisturbed):
     wait_for_step(tmp_path / "out", 7, process)
     trainers = children_of(process.pid)
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=240)
+    process.communicate(timeout=900)
     try:
         wait_until(lambda: not any(is_alive(trainer) for trainer in trainers))
     finally:
@@ -214,7 +214,7 @@ def test_a_signal_to_everyone(photos, tmp_path, undisturbed, name):
     for pid in family:
         with suppress(ProcessLookupError):  # the first ones have stopped the run already
             os.kill(pid, getattr(signal, name))
-    out, _ = process.communicate(timeout=240)
+    out, _ = process.communicate(timeout=900)
     assert process.returncode != 0
     assert f"stopped by {name}" in out
     assert "killed" not in out
@@ -317,7 +317,7 @@ def test_a_signal_while_a_batch_is_waited_for(photos, tmp_path, alone, undisturb
     process = start(photos, tmp_path / "out", *flags, processes=processes, fault=fault)
     wait_for_step(tmp_path / "out", 5, process)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=240)
+    out, _ = process.communicate(timeout=900)
     assert process.returncode == (75 if processes == 1 else 1), out
     finish(photos, tmp_path / "out", *flags, processes=processes)
     assert_as(alone if processes == 1 else undisturbed, tmp_path / "out")

@@ -181,7 +181,7 @@ def test_a_chain_of_commands_ends_with_the_one_that_was_stopped(photos, tmp_path
     program = tmp_path / "program.py"
     program.write_text(CHAIN.format(root=str(ROOT), name=name, argv=pretrain.command(photos, tmp_path / "out", *MICRO)))
     process = Python(program)
-    out, _ = process.communicate(timeout=240)
+    out, _ = process.communicate(timeout=900)
     assert f"stopped by {name} after step 3 of 6" in out
     assert "Traceback" not in out, out
     assert process.returncode == code  # a shell does not run what follows `&&`, and after SIGINT ends itself

@@ -108,7 +108,7 @@ def run_benchmark(tmp_path, failing):
         "IMAGES": "photos",
     }
     command = ["bash", ROOT / "scripts/benchmark_gpu.sh"]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ SCRIPT = Path(sample_photos.__file__).with_name("quickstart.sh")
 
 
 def call(*arguments):
-    return subprocess.run(["bash", str(SCRIPT), *arguments], capture_output=True, text=True, timeout=240)
+    return subprocess.run(["bash", str(SCRIPT), *arguments], capture_output=True, text=True, timeout=900)
 
 
 def test_few_labelled_crops_are_a_subset_of_the_unlabelled_ones(tmp_path, monkeypatch):

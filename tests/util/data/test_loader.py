@@ -143,7 +143,7 @@ except RuntimeError as error:
 
 def test_batches_for_a_gpu_are_pinned_by_torch_whose_errors_are_no_lost_worker():
     """In torch's thread, as far as it goes without a GPU."""
-    child = subprocess.run([sys.executable, "-c", PINNING], capture_output=True, text=True, timeout=240)
+    child = subprocess.run([sys.executable, "-c", PINNING], capture_output=True, text=True, timeout=900)
     assert child.stdout == "18\nRuntimeError True\n", child.stderr
 
 
@@ -157,7 +157,7 @@ def test_batches_need_no_space_in_dev_shm():
         "    batches = Loader(Blank(), [range(6)] * 9, make_batch, num_workers=1, for_gpu=False)\n"
         "    print(sum(1 for _ in batches), flush=True)\n"
     )
-    child = subprocess.run([*SMALL_DISK, sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    child = subprocess.run([*SMALL_DISK, sys.executable, "-c", program], capture_output=True, text=True, timeout=900)
     assert child.stdout == 2 * "9\n", child.stderr
 
 
@@ -183,6 +183,6 @@ next(batches)
 @pytest.mark.parametrize("error", ["OSError", "Stopped"])
 def test_a_loader_whose_workers_cannot_all_start_ends(error):
     """Or whose start is interrupted. The workers that have started ignore TERM, with which torch would end them."""
-    child = subprocess.run([sys.executable, "-c", STARTING, error], capture_output=True, text=True, timeout=240)
+    child = subprocess.run([sys.executable, "-c", STARTING, error], capture_output=True, text=True, timeout=900)
     assert child.returncode == 1
     assert error in child.stderr.strip().split("\n")[-1]

@@ -43,7 +43,7 @@ def test_finished_parts_stay(tmp_path, end, code, state):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(end=end))
     process = Python(program, tmp_path / "out")
-    out, _ = process.communicate(timeout=240)
+    out, _ = process.communicate(timeout=900)
     assert process.returncode == code, out
     assert read_json(tmp_path / "out" / "results.json")["parts"] == {"first": 1.0}
     content = read_json(tmp_path / "out" / "run.json")

@@ -84,7 +84,7 @@ def run_main(body, **options):
     lines = ["import os, signal, sys, time", "from util.run.exits import run_program", "def main():", f"    {body}"]
     code = "\n".join([*lines, "run_program(main, 'x.py')"])
     options = {"capture_output": True, **options}
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=240, **options)
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=900, **options)
 
 
 def test_ctrl_c_stops_a_loop_of_a_shell():
@@ -92,7 +92,7 @@ def test_ctrl_c_stops_a_loop_of_a_shell():
     code = "from util.run.exits import run_program\nimport os, signal, time\ndef main():\n"
     code += "    os.killpg(0, signal.SIGINT); time.sleep(60)\nrun_program(main, 'x.py')"
     command = ["bash", "-c", 'for i in 1 2 3; do echo $i; "$0" -c "$1"; done', sys.executable, code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, start_new_session=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, start_new_session=True)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "1\n", "x.py: interrupted\n")
 
 

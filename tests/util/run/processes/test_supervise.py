@@ -104,7 +104,7 @@ def test_an_error_while_workers_load_ends_the_program_and_no_other_child(tmp_pat
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "[0]\n", "")
     assert (tmp_path / "lived").exists()  # the user's own child process was not killed
@@ -129,7 +129,7 @@ def test_a_closed_terminal_stops_a_run_unless_nohup_says_otherwise(prefix, said)
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         stdin=subprocess.DEVNULL,
     )
     ended = subprocess.run(command, **options)

@@ -61,7 +61,7 @@ def gate(monkeypatch):
 
     def wait_and_save(*args):
         assert threading.current_thread() is not threading.main_thread()
-        assert gate.wait(240)
+        assert gate.wait(900)
         return save_checkpoint(*args)
 
     monkeypatch.setattr(checkpoint, "save_checkpoint", wait_and_save)
