@@ -43,6 +43,7 @@ def hold(loop):
 
 def hold_work(loop):
     """Waits in work between steps until a signal has come. A start that resumes at this step does the work."""
+    print("in the work", flush=True)
     while loop.stop.name is None and loop.step > loop.first_step:
         time.sleep(0.1)
 
