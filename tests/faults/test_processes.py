@@ -136,7 +136,8 @@ def test_a_mount_that_hangs_in_the_set_up(photos, tmp_path, undisturbed):
 
 def test_a_slow_compilation_is_no_hang(photos, tmp_path, undisturbed):
     """The first forward pass seems to take 50 minutes. A later one that hangs is found as ever."""
-    finish(photos, tmp_path / "out", *SAVE, "--compile", fault=("slow-compile", 0, "all", "-"))
+    out = finish(photos, tmp_path / "out", *SAVE, "--compile", fault=("slow-compile", 0, "all", "-"))
+    assert "the first step compiles the model" in out
     assert_as(undisturbed, tmp_path / "out")
 
 

@@ -198,6 +198,8 @@ def open_log(run: Run, schedule: RunSchedule, info: CheckpointInfo, rows: Mappin
     }
     if plan.device == "cuda" and torch.cuda.device_count() > 1 and process.world_size == 1:
         run.note(f"note: 1 of {torch.cuda.device_count()} GPUs is used; torchrun --nproc_per_node uses more")
+    if args.compile:
+        run.note("note: the first step compiles the model, and nothing is reported before (--no-compile)")
     summary = {**rows, **common}
     width = max(map(len, summary))
     for name, value in summary.items():
