@@ -21,7 +21,7 @@ from util.run.start import begin as begin_module
 from util.run.start.begin import check_space, checkpoint_bytes
 from util.run.train import saving
 from util.run.train.loop import TrainLoop
-from util.run.train.saving import CheckpointSaver, copy_on_cpu
+from util.run.train.saving import CheckpointSaver
 
 CPU = torch.device("cpu")
 FULL = OSError(28, "No space left on device")
@@ -108,16 +108,18 @@ def test_a_checkpoint_is_of_one_step(tmp_path, gate):
 
 
 @pytest.mark.gpu
-def test_a_copy_of_a_gpus_state_is_pinned_and_complete():
-    weights = torch.zeros(64, 3, 7, 7, device="cuda").to(memory_format=torch.channels_last)
+def test_a_copy_of_a_gpus_state_is_pinned_and_complete(tmp_path):
+    """As soon as `copy` returns, since a thread reads it, while the next step changes the state."""
+    saver = a_saver(tmp_path)
+    saver.loop.device = torch.device("cuda")
+    weights = torch.zeros(1024, 64, 16, 16, device="cuda").to(memory_format=torch.channels_last)  # takes milliseconds
     for value in (0, 1):
-        copy = copy_on_cpu({"a": [weights], "name": "x"})
-        torch.cuda.synchronize()
+        copy = saver.copy({"a": [weights], "name": "x"})
         weights += 1
+        assert (copy["a"][0] == value).all()
         assert copy["name"] == "x"
         assert copy["a"][0].is_pinned()
         assert copy["a"][0].stride() == weights.stride()
-        assert (copy["a"][0] == value).all()
 
 
 def test_a_save_by_time_is_left_out_while_another_is_written(tmp_path, gate):
