@@ -431,9 +431,9 @@ def test_an_outage_ends_with_75_and_the_same_command_goes_on(
             os.kill(os.getpid(), signal.SIGTERM)
 
     flags = ["--num_workers", num_workers, "--max_bad_fraction", 0.5, "--save_steps", 1]
-    before_step(3, lose)
     many_epochs = ["--epochs", 2 if num_workers == 0 else 5]  # batches are loaded ahead
     whole = undisturbed_run(pretrain, packed, *many_epochs)
+    before_step(3, lose)
     if is_signalled:
         pretrain(server.url, tmp_path / "out", *flags, *many_epochs)  # whose step is saved
     else:
