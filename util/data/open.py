@@ -44,6 +44,9 @@ def find_images(
     if dataset in DOWNLOADED:
         from util.data.published import CifarImages
 
+        if reading.in_chans != 3 or reading.invalid is not None:
+            flags = "--in_chans, --nodata, --mask_band and --bands"
+            raise ValueError(f"--dataset {dataset} has 3 channels, all of them valid: leave out {flags}")
         return CifarImages(dataset, data_path, split)
     if dataset in INATURALIST:
         from util.data.published import INaturalistImages

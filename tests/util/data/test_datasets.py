@@ -14,6 +14,7 @@ from util.data import images as module
 from util.data.attention_maps import BoxedDataset
 from util.data.datasets import AddressedDataset, StepBatchSampler, steps_per_epoch
 from util.data.images import FolderImages
+from util.data.invalid_pixels import InvalidPixels
 from util.data.open import open_images
 from util.data.published import CifarImages
 from util.data.repeats import epoch_groups, with_repeats
@@ -75,6 +76,12 @@ def test_cifar_that_cannot_be_had_says_where_it_should_be(tmp_path, monkeypatch)
     monkeypatch.replace_in(published, "torchvision.datasets.CIFAR100", NoNetwork)
     with pytest.raises(ValueError, match="cifar100 is not in --data_path .*no route to host.*cifar-100-python"):
         CifarImages("cifar100", tmp_path)
+
+
+@pytest.mark.parametrize("reading", [{"in_chans": 5}, {"invalid": InvalidPixels(nodata=0)}])
+def test_cifar_has_three_channels_without_holes(tmp_path, reading):
+    with pytest.raises(ValueError, match="--dataset cifar10 .*--in_chans, --nodata"):
+        open_images("cifar10", tmp_path, **reading)
 
 
 # --------------------------------------------------------------------------------------------------- step batches
