@@ -8,11 +8,11 @@ import errno
 import os
 import re
 from functools import cache
-from urllib.parse import quote
+from urllib.parse import quote, unquote, urlsplit
 
 import requests
 from requests.adapters import HTTPAdapter
-from requests.auth import AuthBase
+from requests.auth import AuthBase, HTTPBasicAuth
 from urllib3.exceptions import HTTPError
 
 from util.data.remote import MAX_READS, TIMEOUT, joined
@@ -34,20 +34,22 @@ class HttpStore:
     """See `Store`.
 
     url: may hold a user name and a password, and a query that is appended to each file's address. auth: a login instead
-    of that in ~/.netrc or in the URL, which `requests` finds. Other hosts, to which the server redirects, get neither.
+    of the URL's. Without any, `requests` looks into ~/.netrc. Other hosts, to which the server redirects, get neither.
     """
 
     def __init__(self, url: str, auth: AuthBase | None = None) -> None:
         folder, _, self.query = url.partition("?")
-        self.folder = folder.rstrip("/")
-        self.url = redact(self.folder)
+        self.url = redact(folder.rstrip("/"))
         self.auth = auth
+        login = urlsplit(folder)
+        if auth is None and login.username is not None:  # `requests` prefers ~/.netrc, and needs a password in Latin-1
+            self.auth = HTTPBasicAuth(unquote(login.username).encode(), unquote(login.password or "").encode())
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         if size == 0:
             return b""
         place = f"{self.url}/{name}"
-        address = f"{self.folder}/{quote(name)}?{self.query}"
+        address = f"{self.url}/{quote(name)}?{self.query}"
         headers = {"Range": f"bytes={offset}-{offset + size - 1}", "Accept-Encoding": "identity"}
         try:
             with session_of(os.getpid()).get(

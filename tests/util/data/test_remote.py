@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -325,6 +326,9 @@ def test_a_login_of_the_url_or_of_netrc_goes_to_no_other_host(packed, server, tm
         host = server.url.removeprefix("http://").partition(":")[0]
         (tmp_path / "netrc").write_text(f"machine {host} login me password pa/ss\n")
         assert len(open_images("folder", server.url)) == 24
+        server.login = f"Basic {base64.b64encode('tökén€:'.encode()).decode()}"  # as some servers want it
+        assert len(open_images("folder", server.url.replace("//", f"//{quote('tökén€')}@"))) == 24
+        server.login = LOGIN
         (tmp_path / "netrc").unlink()
         server.redirect = other.url
         images.read(3)
