@@ -12,7 +12,7 @@ from safetensors.numpy import load
 from util.data.folders import MissingSplit, choose_split, note_stand_in
 from util.data.images import AS_RGB, Reading
 from util.data.remote import MAX_READS, SLOWEST, TIMEOUT, Call, Store, joined
-from util.data.tars import INDEX, Index, Span, TarImages, checked_index
+from util.data.tars import INDEX, Index, Span, TarImages, checked_index, valid_index
 
 PIECE = 2**23  # bytes of the index that are read at once
 
@@ -116,11 +116,12 @@ def open_remote_tars(url: str, split: str = "train", labelled: bool = False, rea
 
 def read_remote_index(storage: RemoteTars) -> Index:
     """Returns the index, whose header says how many bytes there are. ValueError if it is damaged."""
-    header_bytes = int.from_bytes(storage.read(Span(INDEX, 0, 8)), "little")
-    tensors = json.loads(storage.read(Span(INDEX, 8, header_bytes)))
-    content = tensors.pop("__metadata__")["content"]
-    num_bytes = 8 + header_bytes + max(tensor["data_offsets"][1] for tensor in tensors.values())
-    pieces = [Span(INDEX, first, min(PIECE, num_bytes - first)) for first in range(0, num_bytes, PIECE)]
-    storage.prepare(pieces)
-    data = b"".join(storage.read(piece) for piece in pieces)
-    return checked_index(content, load(data))
+    with valid_index(joined(str(storage.root), INDEX)):
+        header_bytes = int.from_bytes(storage.read(Span(INDEX, 0, 8)), "little")
+        tensors = json.loads(storage.read(Span(INDEX, 8, header_bytes)))
+        content = tensors.pop("__metadata__")["content"]
+        num_bytes = 8 + header_bytes + max(tensor["data_offsets"][1] for tensor in tensors.values())
+        pieces = [Span(INDEX, first, min(PIECE, num_bytes - first)) for first in range(0, num_bytes, PIECE)]
+        storage.prepare(pieces)
+        data = b"".join(storage.read(piece) for piece in pieces)
+        return checked_index(content, load(data))

@@ -13,8 +13,8 @@ import json
 import os
 import tarfile
 import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, Protocol
@@ -116,7 +116,7 @@ def sample_key(name: str) -> str:
 def class_number(file: BinaryIO, member: tarfile.TarInfo) -> int:
     """Returns the class number in a `.cls` member."""
     text = os.pread(file.fileno(), member.size, member.offset_data).strip()
-    if not text.isdigit():
+    if not text.isdigit() or len(text) > 6:
         raise ValueError(f"{member.name!r} holds {text.decode(errors='replace')!r}, which is not the number of a class")
     return int(text)
 
@@ -214,21 +214,27 @@ class Index(NamedTuple):
 
 def read_index(path: Path) -> Index:
     """Returns an index, which is mapped into memory. ValueError if it is damaged."""
+    with valid_index(str(path)), safe_open(path, "pt") as file:  # maps the file; numpy's arrays would be copies
+        tensors = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
+        return checked_index(file.metadata()["content"], tensors)
+
+
+@contextmanager
+def valid_index(place: str) -> Iterator[None]:
+    """ValueError if the index in `place`, which is read within the context, is damaged."""
     try:
-        with safe_open(path, "pt") as file:  # maps the file; numpy's arrays would be copies
-            tensors = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
-            return checked_index(file.metadata()["content"], tensors)
+        yield
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         refuse_storage_error(error)
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{str(path)!r} is not a valid index of tars ({reason}): copy or pack it again") from error
+        raise ValueError(f"{place!r} is not a valid index of tars ({reason}): copy or pack it again") from error
 
 
 def checked_index(text: str, tensors: Mapping[str, np.ndarray]) -> Index:
-    """Returns the index of a file with these tensors. ValueError or KeyError if it is damaged."""
+    """Returns the index of a file with these tensors. To be called within `valid_index`."""
     rows = {name: tensors[name] for name in (*COLUMNS, CHECKSUM) if name in tensors or name != CHECKSUM}
     if tensors["sha256"].tobytes() != index_digest(text, rows):
-        raise ValueError("the content of the index does not match its SHA-256")
+        raise ValueError("its content does not match its SHA-256")
     names = rows["name"]
     rows["name"] = names.view(f"S{names.shape[1]}")[:, 0]
     return Index(rows, json.loads(text))

@@ -172,6 +172,7 @@ CLS = ("1.cls", b"1")
     ("members", "named"),
     [
         ([("1.cls", b"cat"), ("1.jpg", b"")], "1.cls"),
+        ([("1.cls", b"1000000"), ("1.jpg", b"")], "1.cls"),  # a class for each number would fill the memory
         ([CLS, ("1.jpg", b""), ("2.jpg", b"")], "2.jpg"),
         ([CLS, ("1.jpg", b""), ("1.mask.png", b"")], "1.mask.png"),
         ([("notes.txt", b"hello")], "no image"),
