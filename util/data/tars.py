@@ -1,7 +1,7 @@
 """Images in tars, read in place: WebDataset shards, and the shards of `scripts/pack_dataset.py`.
 
 The label of an image is the number in the `.cls` member beside it. Without such members, images have no labels. Hidden
-members, links, devices, and names that lead upwards are not read.
+members, links, devices, and names that lead upwards are not read. Sparse files are refused.
 
 An index says where each image lies, so that one `pread` reads it. pack_dataset.py writes an index beside its shards.
 For other tars it is made when they are opened for the first time. It is a safetensors file, which is mapped into memory
@@ -86,6 +86,8 @@ def scan_members(tar: tarfile.TarFile, file: BinaryIO) -> Rows:
         if name.suffix == ".cls":
             numbers[sample_key(str(name))] = class_number(file, member)
         elif is_image(name.name):
+            if member.issparse():
+                raise tarfile.TarError(f"{member.name!r} is a sparse file, whose holes are not in the tar")
             names.append(str(name))
             offsets.append(member.offset_data)
             sizes.append(member.size)

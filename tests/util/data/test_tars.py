@@ -223,6 +223,15 @@ def test_links_and_hidden_members_are_left_out_and_nothing_is_written(tmp_path):
     assert sorted(os.listdir(path.parent)) == [".prmim", "train.tar"]
 
 
+def test_a_sparse_file_is_named(tmp_path):
+    """Its bytes lie in the tar without the holes."""
+    path = tmp_path / "train.tar"
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        add(tar, "1.npy", b"x", pax_headers={"GNU.sparse.map": "9,1", "GNU.sparse.size": "10"})
+    with pytest.raises(ValueError, match=r"1\.npy"):
+        scan_tars([path])
+
+
 @pytest.mark.parametrize(
     "change",
     [
