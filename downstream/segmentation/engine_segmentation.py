@@ -224,7 +224,10 @@ def evaluate(
         counts += count_pixels(predicted, truth, num_classes)
         if len(shown) < num_pictures:
             picture_of_img = as_picture(stored[0], context.normalize)
-            shown.append(draw_prediction(picture_of_img, labels[0].numpy(), predicted.cpu().numpy(), classes.colors))
+            is_invalid = stored.isnan().all(dim=1, keepdim=True).byte()
+            is_invalid = F.interpolate(is_invalid, size=truth.shape)[0, 0].bool()
+            label_map = predicted.cpu().masked_fill(is_invalid, IGNORE)
+            shown.append(draw_prediction(picture_of_img, labels[0].numpy(), label_map.numpy(), classes.colors))
     if collectives.all_reduce_sum(num_bad) > 0:
         raise FloatingPointError("the logits of some images are not finite: try --precision fp32, and check --std")
     measures = segmentation_scores(collectives.all_reduce_sum(counts))
@@ -289,7 +292,7 @@ def blend(picture: np.ndarray, labels: np.ndarray, colors: np.ndarray, no_class:
 def draw_prediction(
     picture: np.ndarray, truth: np.ndarray, predicted: np.ndarray, colors: np.ndarray
 ) -> list[np.ndarray]:
-    """Returns panels of an image uint8 [h, w, 3], its labels [H, W] (black: ignored) and their prediction."""
+    """Returns panels of an image uint8 [h, w, 3], its labels [H, W] and their prediction. IGNORE is black in both."""
     palette = np.zeros((256, 3), np.uint8)
     palette[: len(colors)] = colors
     return [panel(picture), panel(palette[truth]), panel(palette[predicted])]

@@ -22,6 +22,7 @@ from tests.downstream.segmentation.pairs import write_pairs
 from tests.runs import evaluate, finetune, refused
 from util.data import decode, pixel_format
 from util.data.images import ImageFiles
+from util.data.pictures import PANEL
 from util.data.transforms import ResizeCenterCrop, to_tensor
 from util.evaluate.predictions import RECORD, name_of, open_unlabelled, output_paths
 from util.evaluate.predictions import RESULTS as RESULT_LINES
@@ -427,8 +428,11 @@ def with_holes(tmp_path_factory):
 
 
 def test_pixels_without_a_valid_channel_are_marked(with_holes, in_parts, tmp_path):
-    """They do not count in the score of the run."""
+    """They do not count in the score of the run, whose picture shows them black in the predictions of four images."""
     folder, data = with_holes
+    is_black = (np.array(Image.open(folder / "predictions.png")) == 0).all(axis=2)
+    _, _, in_predictions = np.split(is_black, 3, axis=1)
+    assert in_predictions.sum() == pytest.approx(4 * 9 * 12 * (PANEL / 40) ** 2, rel=0.05)
     flags = ["--keep_size"] if in_parts else []  # the run has scaled them into their own size
     assert run(folder, data / "images" / "validation", tmp_path, *flags) == 0
     is_marked = np.zeros((30, 40), bool)
