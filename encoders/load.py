@@ -287,13 +287,13 @@ def load_blocks(model: nn.Module, source: str | Path | Weights, rgb_bands: Seque
 
 
 def sizes_of(weights: Weights) -> dict[str, Any]:
-    """Infers the arguments of the encoder. ValueError if the weights are of no known kind or size."""
+    """Infers the arguments of the encoder. CheckpointError if the weights are of no known kind or size."""
     try:
         return weights.kind.read_sizes(weights.tensors, weights.settings)
     except KeyError as error:
-        raise ValueError(f"{weights.label} holds no encoder of a known kind: it has no {error}") from error
+        raise CheckpointError(f"{weights.label} holds no encoder of a known kind: it has no {error}") from error
     except ValueError as error:
-        raise ValueError(f"{weights.label}: {error}") from error
+        raise CheckpointError(f"{weights.label}: {error}") from error
 
 
 def build(weights: Weights, with_head: bool = True, **sizes: Any) -> tuple[nn.Module, LoadReport]:

@@ -215,6 +215,8 @@ def fold_scales(weights: Tensors) -> Tensors:
             continue
         block, number = scale.groups()
         layer = f"{block}.{_SCALED[number]}"
+        if f"{layer}.weight" not in weights:  # a gated MLP has other layers, which no model has
+            continue
         weight = weights[f"{layer}.weight"]
         bias = weights[f"{layer}.bias"]
         gamma = folded.pop(name).double()

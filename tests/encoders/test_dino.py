@@ -13,6 +13,7 @@ from encoders.load import build, load_blocks, load_encoder, read, sizes_of
 from encoders.trained import load
 from frameworks import registry
 from models_mae_pr import MaskedAutoencoderViT
+from models_vit import VisionTransformer
 from prmim import TokenOrder
 from scripts import export
 from tests.downstream.dense import detect, segment, write_shapes, write_stripes
@@ -262,12 +263,18 @@ def test_other_settings_in_a_config_are_refused(name, value, tmp_path):
         read(tmp_path)
 
 
-def test_gated_mlps_are_refused(tmp_path):
-    weights = network_of("dinov2").state_dict()
-    weights["blocks.0.mlp.fc1.weight"] = torch.zeros(768, 96)
+@pytest.mark.parametrize("layers", [("fc1", "fc2"), ("w12", "w3")])  # of timm and Meta
+def test_gated_mlps_are_refused(layers, tmp_path):
+    weights = {}
+    for name, value in network_of("dinov2").state_dict().items():
+        if ".mlp.fc1." in name:
+            value = torch.cat([value, value])
+        weights[name.replace("fc1", layers[0]).replace("fc2", layers[1])] = value
     torch.save(weights, tmp_path / "giant.pth")
     with pytest.raises(CheckpointError, match="giant.pth"):
         build(read(tmp_path / "giant.pth"))
+    with pytest.raises(CheckpointError, match="giant.pth"):
+        load_encoder(VisionTransformer(**SIZES | dict(num_classes=2)), tmp_path / "giant.pth")
 
 
 # ------------------------------------------------------------------------------------------------------------- programs
