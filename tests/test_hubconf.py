@@ -68,8 +68,10 @@ def test_models_of_dense_tasks(tmp_path):
     found = hubconf.detector(tmp_path / "detection")(imgs, sizes)
     for objects, expected in zip(found, detector(imgs, sizes), strict=True):
         assert_close(objects, expected)
-    tokens = hubconf.encoder(tmp_path / "detection")(imgs)
-    assert_close(tokens, detector.backbone(imgs).flatten(2).transpose(1, 2))
+    encoder = hubconf.encoder(tmp_path / "detection")
+    assert_close(encoder(imgs), detector.backbone(imgs).flatten(2).transpose(1, 2))
+    with pytest.raises(ValueError, match="48"):
+        encoder(torch.randn(2, 3, 24, 96))  # as many tokens
 
 
 @pytest.mark.parametrize("entry_point", [hubconf.classifier, hubconf.segmenter, hubconf.detector])

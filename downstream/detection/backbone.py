@@ -12,7 +12,7 @@ from timm.models.vision_transformer_sam import window_partition, window_unpartit
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models_vit import PatchEmbed, drop_path_rates, init_weights, layer_norm, patchify
+from models_vit import PatchEmbed, check_image_size, drop_path_rates, init_weights, layer_norm, patchify
 from util.attention import split_heads
 from util.pos_embed import resize_pos_embed, sincos_pos_embed
 
@@ -197,6 +197,7 @@ class ViTDet(nn.Module):
 
     def encode(self, imgs: Tensor) -> Tensor:
         """Returns the last block's map [B, D, rows, columns] of normalised images [B, C, H, W], without a norm."""
+        check_image_size(imgs, self.img_size)
         x = self.patch_embed(patchify(imgs, self.patch_size))
         x = x + self.patch_positions
         x = x.unflatten(1, self.map_size)
