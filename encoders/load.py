@@ -107,6 +107,11 @@ def interpret(path: str | Path, raw: Tensors, info: CheckpointInfo) -> Weights:
                 f"{str(path)!r} has a table of positions and the names of timm's ViTs that rotate queries, too, which "
                 "no encoder here does; of DeiT III give timm's file"
             )
+        if "pos_embed" in tensors and not tensors["pos_embed"].any():
+            raise CheckpointError(
+                f"the table of positions in {str(path)!r} is zero everywhere, as ViTMAEForPreTraining(config) of "
+                "Transformers 5 begins and keeps it: give weights that were trained with positions"
+            )
         tensors, of_network = from_dino(tensors, info.settings)
     settings = {**of_network, **info.settings}
     provenance = origin.name

@@ -189,3 +189,12 @@ def test_folders_of_timm_say_their_statistics_and_view(tmp_path):
     assert settings["mean"] == [0.5, 0.4, 0.3]
     assert settings["std"] == [0.2, 0.3, 0.4]
     assert settings["crop_pct"] == 0.9
+
+
+def test_a_vit_without_positions_is_refused(tmp_path):
+    """Transformers 5 begins a ViTMAE with a table of zeros, which is frozen. A sine-cosine table has a row of zeros."""
+    weights = encoder_weights()
+    weights["pos_embed"].zero_()
+    torch.save(weights, tmp_path / "w.pth")
+    with pytest.raises(CheckpointError, match="w.pth"):
+        read(tmp_path / "w.pth")
