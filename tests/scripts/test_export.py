@@ -251,12 +251,12 @@ def test_what_is_refused(tmp_path, capsys, name, options, out, flags, named):
     assert named in refused(capsys, tmp_path / "run", tmp_path / out, *flags)
 
 
-@pytest.mark.parametrize("name", [VIT[0], SWIN[0]])
-def test_weights_without_what_their_kind_needs_are_refused(tmp_path, capsys, name):
+@pytest.mark.parametrize(("name", "code"), [(VIT[0], 2), (SWIN[0], 4)])
+def test_weights_without_what_their_kind_needs_are_refused(tmp_path, capsys, name, code):
     """Of five channels the statistics, of a Swin the image size."""
     content = torch.load(pretrained(tmp_path, name, in_chans=5), weights_only=True)
     torch.save({"model": content["model"]}, tmp_path / "bare.pth")
-    assert "bare.pth" in refused(capsys, tmp_path / "bare.pth", tmp_path / "encoder")
+    assert "bare.pth" in refused(capsys, tmp_path / "bare.pth", tmp_path / "encoder", code=code)
 
 
 def test_other_files_in_an_existing_folder_stay(tmp_path, capsys):
